@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import tsopt
 from tests.passes.helpers import Limits, capture, check, find, ops_of, run
 from tsopt.passes import DeadCode
 
@@ -35,10 +36,21 @@ def test_unused_weights_go():
     assert found.after.weights == {}
 
 
-def test_unused_random_calls_go():
-    program = capture(lambda x: (torch.rand(3), x + 1)[1], X)
+def test_unused_random_calls_stay_and_so_do_the_numbers_behind_them():
+    def model(x):
+        torch.rand(3).lt(0.5)
+        torch.empty(3)
+        return x + torch.randn_like(x)
+
+    program = capture(model, X)
     after, _ = run(program, (DCE,))
-    assert ops_of(after) == ["add.Tensor"]
+    assert ops_of(after) == ["rand", "randn_like", "add.Tensor"]
+
+    def drawn(called):
+        torch.manual_seed(0)
+        return called(X), torch.rand(1)
+
+    assert all(map(torch.equal, drawn(model), drawn(tsopt.compile(after, "eager"))))
 
 
 def test_unused_results_of_a_split_go():

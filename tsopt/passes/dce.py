@@ -1,4 +1,7 @@
-"""Dead code elimination: unused calls without side effects, and checks that the types already prove."""
+"""Dead code elimination: unused calls without side effects, and checks that the types already prove.
+
+Random numbers that nobody uses are drawn all the same: those that are drawn after them would be others.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class DeadCode(Pass):
         for node in reversed(program.graph.nodes):
             if node.users or not ops.is_call(node):
                 continue
-            if ops.has_effect(node) and not ops.is_settled_check(node):
+            if ops.draws(node) or (ops.has_effect(node) and not ops.is_settled_check(node)):
                 continue
             done.append(Done("dead_code", origin_of(node)))
             program.graph.erase_node(node)

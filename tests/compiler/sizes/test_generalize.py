@@ -44,6 +44,19 @@ def test_layers_are_fused_for_all_sizes():
     assert "batch_norm" not in ops_of(made)
 
 
+def test_numbers_that_nobody_uses_are_drawn_at_all_sizes():
+    def model(x):
+        torch.rand(x.shape[0])
+        return x * 1 + torch.randn_like(x)
+
+    made = tsopt.compile(tsopt.transform(captured(model, (4, 2), x={0: "n"})), "eager")
+    for size in (4, 7):
+        torch.manual_seed(0)
+        wanted = model(torch.ones(size, 2)), torch.rand(1)
+        torch.manual_seed(0)
+        assert all(map(torch.equal, wanted, (made(torch.ones(size, 2)), torch.rand(1))))
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

@@ -183,6 +183,11 @@ def test_machine_code_is_recorded_too(monkeypatch, tmp_path):
     assert opened == [True, False]
 
 
+def draws_and_adds(x):
+    torch.rand(3).lt(0.5)
+    return x + 1
+
+
 def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph_holds(monkeypatch):
     monkeypatch.setattr(inductor.shutil, "which", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -190,6 +195,7 @@ def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph
     made = InductorBackend(cuda_graph=True)
     assert made.missing() == "needs a GPU and a torch build with CUDA"
     assert made.unsupported(program)[-1].why == "aten.rand_like would not draw the same random numbers as eager"
+    assert not any("draw" in item.why for item in made.unsupported(tsopt.capture(draws_and_adds, torch.ones(3))))
     assert InductorBackend().missing() is None
     assert InductorBackend().unsupported(program) == []
 

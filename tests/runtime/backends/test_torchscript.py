@@ -38,6 +38,18 @@ def test_the_trace_depends_on_no_value():
     torch.testing.assert_close(found(*args), model(*args))
 
 
+def test_numbers_that_it_would_not_draw_are_refused_where_others_come_after_them():
+    def model(x):
+        torch.rand(3).lt(0.5)
+        return x + torch.randn_like(x)
+
+    with pytest.raises(tsopt.BackendError, match=r"does not draw the numbers of aten\.rand that"):
+        compiled(model, torch.ones(3))
+    assert torch.equal(
+        compiled(lambda x: (torch.rand(3), x + 1)[1], torch.ones(3))(torch.ones(3)), torch.full((3,), 2.0)
+    )
+
+
 def test_an_error_of_the_compiler_is_typed(monkeypatch, mlp_program):
     def fail(*args, **kwargs):
         raise RuntimeError("INTERNAL ASSERT FAILED")

@@ -289,3 +289,14 @@ def test_their_other_forms_are_taken_and_right(model):
     program = tsopt.capture(model, x)
     for backend in ("onnxruntime", *(["openvino"] if OpenVinoBackend().missing() is None else [])):
         torch.testing.assert_close(tsopt.compile(program, backend)(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_random_numbers_are_refused_only_where_a_result_depends_on_them(backend):
+    def model(x):
+        torch.rand(3).lt(0.5)
+        return x + 1
+
+    assert torch.equal(tsopt.compile(tsopt.capture(model, ONE), backend)(ONE), ONE + 1)
+    with pytest.raises(tsopt.BackendError, match="rand would use a different random number generator"):
+        tsopt.compile(tsopt.capture(lambda x: x + torch.rand(3), ONE), backend)

@@ -71,6 +71,21 @@ def erase_unused(
         todo += sources
 
 
+def without_idle_draws(program: Program) -> Program:
+    """A program for an engine that does not use torch's generator: it need not draw what no result depends on.
+
+    Returns:
+        The program itself where it draws nothing.
+    """
+    if not any(map(ops.draws, program.calls())):
+        return program
+    made = program.copy()
+    for node in reversed(list(made.calls())):
+        if not node.users and (ops.is_pure(node) or ops.draws(node)) and not ops.has_effect(node):
+            made.graph.erase_node(node)
+    return made
+
+
 def shares_new_memory(
     program: Program, node: fx.Node, result: fx.Node, roots: Mapping[fx.Node, ops.Roots] | None = None
 ) -> bool:

@@ -179,6 +179,13 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether the call takes numbers from a generator: what is drawn after it is another number without it."""
+    if blocks := blocks_of(node):
+        return any(draws(inner) for block in blocks for inner in block.calls())
+    return is_random(node) and not is_uninitialized(node)
+
+
 def has_effect(node: fx.Node) -> bool:
     """Whether the call matters even if its result is unused: a write, a check, or an unknown call."""
     target = node.target

@@ -129,7 +129,9 @@ class _Merged:
 
     def _finished(self) -> Program:
         for node in reversed(self.graph.nodes):
-            if node.op in ("call_function", "get_attr") and not node.users and not ops.has_effect(node):
+            if node.op not in ("call_function", "get_attr") or node.users:
+                continue
+            if not ops.has_effect(node) and not ops.draws(node):
                 self.graph.erase_node(node)
         held = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         weights = {name: tensor for name, tensor in self.weights.items() if name in held}

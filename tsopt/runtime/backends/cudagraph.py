@@ -11,6 +11,7 @@ from torch import cuda
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import without_idle_draws
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
@@ -59,6 +60,7 @@ class CudaGraphBackend:
         return unrecordable(program)
 
     def compile(self, program: Program) -> Executable:
+        program = without_idle_draws(program)
         recorded, variant = self._recorded(program)
 
         def save(directory: Path) -> None:
@@ -120,7 +122,7 @@ def unrecordable(program: Program) -> list[Unsupported]:
         found.append(Unsupported("", f"the model is on several devices: {' and '.join(places)}"))
     if program.signature.dims:
         found.append(Unsupported("", "a CUDA graph has fixed sizes"))
-    for node in program.calls():
+    for node in without_idle_draws(program).calls():
         on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
         if ops.blocks_of(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} has data-dependent control flow"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tsopt.compiler.graph.edit import without_idle_draws
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
@@ -56,6 +57,7 @@ class InductorBackend:
 
     def compile(self, program: Program) -> Executable:
         options = {"freezing": True, "fallback_random": True, "max_autotune": self.max_autotune}
+        program = without_idle_draws(program) if self.cuda_graph else program
         try:
             with _directory() as place, quiet(stdout=True), torch.no_grad(), _one_process():
                 torch.set_num_threads(self.threads or torch.get_num_threads())  # protected() puts it back

@@ -18,6 +18,7 @@ from torch import fx
 
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import without_idle_draws
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program, attribute_name
 from tsopt.errors import BackendError, BundleError
@@ -49,11 +50,12 @@ class TorchScriptBackend:
             Unsupported(origin_of(node), f"a trace records only one branch of {ops.name_of(node)}") for node in flow
         ]
         why = "TorchScript takes a constant without axes for a Python number, and makes float32 of {} beside integers"
-        return found + [
+        found += [
             Unsupported(origin_of(node), why.format(ops.name_of(node)))
             for node in program.calls()
             if _is_beside_integers(node)
         ]
+        return found + _lost_draws(program)
 
     def compile(self, program: Program) -> Executable:
         try:
@@ -91,6 +93,15 @@ class TorchScriptBackend:
     @staticmethod
     def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
         return load_runner(directory, signature, options)
+
+
+def _lost_draws(program: Program) -> list[Unsupported]:
+    """TorchScript erases draws that nothing reads, and those behind them become others."""
+    draws, kept = ([*filter(ops.draws, made.calls())] for made in (program, without_idle_draws(program)))
+    if not kept or len(kept) == len(draws):
+        return []
+    why = f"TorchScript does not draw the numbers of {ops.name_of(draws[0])} that nothing reads, and then draws others"
+    return [Unsupported(origin_of(draws[0]), why)]
 
 
 def _is_beside_integers(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 from tsopt.compiler.analysis.infinities import may_be_infinite
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import Control, all_calls, with_blocks
-from tsopt.compiler.graph.edit import new_call
+from tsopt.compiler.graph.edit import new_call, without_idle_draws
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program, attribute_name
@@ -77,7 +77,7 @@ def four_axes(program: Program) -> Program:
 
 def _as_exported(program: Program) -> Program:
     """A copy in the words that the exporter and the runtimes know, where they do not know those of the program."""
-    made = four_axes(program)
+    made = four_axes(without_idle_draws(program))
     for node in list(made.graph.nodes):
         if node.target is aten.scaled_dot_product_attention.default:
             _zero_without_any(made, node)

@@ -171,6 +171,7 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
     from tsopt.compiler.analysis.ranged_call import base_name
     from tsopt.compiler.graph import ops
     from tsopt.compiler.graph.control import all_calls
+    from tsopt.compiler.graph.edit import without_idle_draws
     from tsopt.compiler.graph.origin import origin_of
     from tsopt.runtime.onnx.wrong_translations import of_the_exporter
 
@@ -184,7 +185,7 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
             where = {"cpu": "the CPU", "cuda": "a GPU"}
             places = " or ".join(where[device] for device in devices)
             found.append(Unsupported(name, f"the model is on {kind.device}, but this backend runs on {places}"))
-    for node in all_calls(program):
+    for node in all_calls(without_idle_draws(program)):
         if length := length_of_unsafe_sum(program, node):
             why = f"{runtime} adds up {length:,} products of 8-bit integers in 32 bits, which might not hold the sum"
             found.append(Unsupported(origin_of(node), why))
@@ -193,7 +194,7 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
             found.append(Unsupported(origin_of(node), why))
         elif base_name(node) == "cross_entropy_loss" and ops.bind(node)["label_smoothing"]:
             found.append(Unsupported(origin_of(node), "the ONNX exporter leaves out label_smoothing"))
-        elif ops.is_random(node) and not ops.is_uninitialized(node):
+        elif ops.draws(node):
             found.append(
                 Unsupported(origin_of(node), f"{ops.name_of(node)} would use a different random number generator")
             )
