@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+import tsopt
 from tests.passes.helpers import ops_of
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.graph.infer import infer_on
@@ -47,3 +49,59 @@ def test_strides_that_nobody_sees_are_recorded_on_all_values_behind():
     for node in after.calls():
         derived = infer_on(after, node, lambda source: source.meta["val"])
         assert type_of_value(derived) == type_of(node), "to the last stride"
+
+
+# ---- memory that is read by its place -----------------------------------------------------------------------
+
+
+def first(x):
+    return torch.as_strided(x, (2,), (1,), 1) * 2
+
+
+def following(x):
+    return torch.as_strided(x, (2, 2), (1, 1)) * 2
+
+
+NUMBERS, BYTES = torch.arange(8.0), torch.arange(16, dtype=torch.uint8)
+COPIES = {
+    "clone": torch.clone,
+    "pad": lambda x: F.pad(x, (0, 0)),
+    "cat": lambda x: torch.cat([x]),
+    "cast": lambda x: x.to(torch.float32, copy=True),
+    "times one": lambda x: x * 1,
+    "and then a view": lambda x: x.clone().view(2, 2),
+}
+
+
+READS = {
+    "by strides": first,
+    "by strides from where it is": following,
+    "as complex numbers": lambda x: torch.view_as_complex(x.reshape(2, 2)) + 0,
+    "as wider numbers": lambda x: x.reshape(-1).view(torch.float64) + 0,
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_copy_that_begins_elsewhere_stays_where_memory_is_read_by_its_place(copy, read):
+    model = lambda x: read(copy(x[1:5]))  # noqa: E731
+    made = tsopt.compile(tsopt.transform(tsopt.capture(model, NUMBERS)), "eager")
+    assert torch.equal(made(NUMBERS), model(NUMBERS))
+
+
+def test_bytes_that_are_read_as_numbers_stay_where_they_are():
+    model = lambda b: b[1:5].clone().view(torch.float32) + 0  # noqa: E731
+    assert torch.equal(tsopt.compile(tsopt.transform(tsopt.capture(model, BYTES)), "eager")(BYTES), model(BYTES))
+
+
+def test_what_is_read_beyond_a_part_stays_behind_it():
+    model = lambda x: torch.as_strided(torch.cat([x.sin(), x.cos()])[8:], (2,), (1,), 9) * 2  # noqa: E731
+    made = tsopt.compile(tsopt.transform(tsopt.capture(model, NUMBERS)), "eager")
+    assert torch.equal(made(NUMBERS), model(NUMBERS))
+
+
+def test_a_copy_goes_where_nothing_sees_its_place():
+    program = tsopt.capture(lambda x: following(x[1:5].clone()), NUMBERS)
+    assert "clone" not in ops_of(tsopt.transform(program))
+    other = tsopt.capture(lambda x: first(x[1:].exp()) + x[2:4].clone(), NUMBERS)
+    assert "clone" not in ops_of(tsopt.transform(other))

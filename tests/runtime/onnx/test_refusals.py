@@ -300,3 +300,16 @@ def test_random_numbers_are_refused_only_where_a_result_depends_on_them(backend)
     assert torch.equal(tsopt.compile(tsopt.capture(model, ONE), backend)(ONE), ONE + 1)
     with pytest.raises(tsopt.BackendError, match="rand would use a different random number generator"):
         tsopt.compile(tsopt.capture(lambda x: x + torch.rand(3), ONE), backend)
+
+
+def test_memory_beside_a_value_is_refused():
+    wide, x = torch.arange(10.0), torch.arange(8.0)
+    read = lambda x: torch.as_strided(x, (2, 2), (1, 1), 1) * 2  # noqa: E731
+    for model, example in [(read, wide[2:]), (lambda x: read(x[2:]), x), (lambda x: read(x.view(2, 4).t()), x)]:
+        for backend in ("onnxruntime", "openvino"):
+            with pytest.raises(tsopt.BackendError, match="reads memory that is not part of its argument"):
+                tsopt.compile(tsopt.capture(model, example), backend)
+        with pytest.raises(tsopt.BackendError, match="counts from the start of memory"):
+            tsopt.compile(tsopt.capture(model, example), "torchscript")
+    for model in (lambda x: read(x.exp()), lambda x: torch.as_strided(x, (2, 3), (1, 2))):
+        assert torch.allclose(tsopt.compile(tsopt.capture(model, x), "onnxruntime")(x), model(x))

@@ -314,7 +314,23 @@ def roots_of(node: fx.Node, roots: Mapping[fx.Node, Roots]) -> Roots:
 
 
 # What reads memory by strides would read other values in another layout.
-BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
+STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+BY_STRIDES = (*STRIDED, aten.view.dtype)
+
+
+def reads_within(call: fx.Node, held: torch.Tensor) -> bool:
+    """Whether an `as_strided` reads nothing but the elements of a value that its argument is, or is a view of."""
+    read, source = call.meta["val"], bind(call)["self"].meta["val"]
+    if call.target is not aten.as_strided.default or source.dtype != held.dtype:
+        return False
+    start = read.storage_offset() - held.storage_offset()
+    return _reach(held) == held.numel() and 0 <= start <= held.numel() - _reach(read)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How many elements there are in memory from the first to the last one of a tensor."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
 
 
 def tensors_of(value: object) -> list[Any]:

@@ -55,6 +55,12 @@ class TorchScriptBackend:
             for node in program.calls()
             if _is_beside_integers(node)
         ]
+        why = "TorchScript leaves out copies and arithmetic without effect, and {} counts from the start of memory"
+        found += [
+            Unsupported(origin_of(node), why.format(ops.name_of(node)))
+            for node in program.calls()
+            if node.target in ops.STRIDED and ops.bind(node)["storage_offset"] is not None
+        ]
         return found + _lost_draws(program)
 
     def compile(self, program: Program) -> Executable:

@@ -55,11 +55,28 @@ def _is_lost(rounding: Rounding) -> bool:
     return rounding.by_tensor or is_wide
 
 
+def _is_whole(strided: fx.Node, x: fx.Node) -> bool:
+    """Whether the elements of a value lie one after another from where a call counts: an input may lie anywhere."""
+    value, pending = x.meta["val"], [x]
+    if not value.is_contiguous() or value.storage_offset():
+        return False
+    if ops.bind(strided)["storage_offset"] is None:
+        return True
+    while pending:
+        source = pending.pop()
+        if source.op == "placeholder":
+            return False
+        pending += ops.may_alias(source)
+    return True
+
+
 def _by_the_exporter(node: fx.Node) -> str:
     name = base_name(node)
     call = ops.bind(node)
     x: Any = next(iter(node.all_input_nodes), None)
     value = x.meta.get("val") if x is not None else None
+    if node.target in ops.STRIDED and not (_is_whole(node, x) and ops.reads_within(node, value)):
+        return f"{ops.name_of(node)} reads memory that is not part of its argument"
     if name == "scatter_reduce" and call["reduce"] == "mean":
         return "the ONNX exporter makes a sum of scatter_reduce with reduce='mean'"
     if call.get("divisor_override") is not None:
