@@ -13,6 +13,7 @@ from tsopt.compiler.analysis.infinities import may_be_infinite
 
 X, KEEP = torch.ones(2, 4, 8), torch.ones(2, 4, 8, dtype=torch.bool)
 WEIGHT = torch.eye(8)
+TABLE = torch.tensor([[0.0], [-math.inf]])
 HIDING = torch.zeros(8).index_fill(0, torch.tensor([3]), -math.inf)
 
 
@@ -54,6 +55,14 @@ def verdict(model, *args):
         (lambda x, k: x.nan_to_num(0.0, math.inf), True),
         (lambda x, k: x.clamp(-1, 1), False),
         (lambda x, k: x.clamp(min=-1), True),
+        (lambda x, k: k.float().clamp(HIDING, WEIGHT[0]), True),
+        (lambda x, k: x.clamp(WEIGHT[0] - 1, WEIGHT[0]), False),
+        (lambda x, k: x.clamp(WEIGHT[0] - 1, x[0, 0]), True),
+        (lambda x, k: F.hardtanh(x, 0.0, math.inf), True),
+        (lambda x, k: F.embedding(k.long(), TABLE), True),
+        (lambda x, k: F.embedding(k.long(), WEIGHT), False),
+        (lambda x, k: F.batch_norm(x, WEIGHT[0, :4], WEIGHT[0, :4]), True),
+        (lambda x, k: F.batch_norm(k.float(), WEIGHT[0, :4], WEIGHT[0, :4]), False),
         (lambda x, k: x.long(), False),
         (lambda x, k: (k.int() * 2139095040).view(torch.float32), True),
         (lambda x, k: F.max_pool1d(k.float(), 2, 1, 1), False),

@@ -17,6 +17,7 @@ from tsopt.compiler.analysis.non_finite import Harm, harmful_inputs
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.eye(8)
+HIDING = torch.zeros(8).index_fill(0, torch.tensor([3]), -math.inf)
 KINDS = {math.nan: Harm.NAN, math.inf: Harm.POSITIVE_INFINITY, -math.inf: Harm.NEGATIVE_INFINITY}
 
 
@@ -40,6 +41,16 @@ def harms(program):
         (lambda self, x: x.clamp(min=-1), Harm.NEGATIVE_INFINITY),
         (lambda self, x: (x + x.flip(0)).tanh(), Harm.NEGATIVE_INFINITY),
         (lambda self, x: x.nan_to_num(), Harm.NONE),
+        (lambda self, x: x.nan_to_num(posinf=math.inf), Harm.POSITIVE_INFINITY),
+        (lambda self, x: x.nan_to_num(neginf=-math.inf), Harm.NEGATIVE_INFINITY),
+        (lambda self, x: x.nan_to_num(math.nan), Harm.NAN),
+        (lambda self, x: x.nan_to_num(neginf=-math.inf).relu(), Harm.NONE),
+        (lambda self, x: x.nan_to_num(neginf=-math.inf).tanh(), Harm.NONE),
+        (lambda self, x: x.clamp(0, math.inf), Harm.NEGATIVE_INFINITY),
+        (lambda self, x: F.hardtanh(x, 0.0, math.inf), Harm.NEGATIVE_INFINITY),
+        (lambda self, x: x.clamp(-WEIGHT[1].clone(), WEIGHT[0]), Harm.NEGATIVE_INFINITY),
+        (lambda self, x: x.clamp(WEIGHT[1], WEIGHT[0]), Harm.NAN),
+        (lambda self, x: x.clamp(HIDING, WEIGHT[0]), Harm.NEGATIVE_INFINITY),
         (lambda self, x: (x > 0).float(), Harm.NONE),
         (lambda self, x: torch.where(x > 0, 1.0, 2.0), Harm.NONE),
         (lambda self, x: x.masked_fill(x.isnan(), 0.0), Harm.NEGATIVE_INFINITY),
@@ -47,6 +58,8 @@ def harms(program):
         (lambda self, x: x.view(torch.float16).relu(), Harm.NEGATIVE_INFINITY),
     ],
     ids=["linear", "moved", "relu", "negated", "softmax", "tanh", "clamp", "one end", "inf - inf", "nan_to_num",
+         "nan_to_num to inf", "nan_to_num to -inf", "nan_to_num to NaN", "-inf and relu", "-inf and tanh",
+         "clamp at inf", "hardtanh at inf", "by computed ends", "by tensors", "by infinite tensors",
          "compared", "condition", "filled", "one of two results", "bits"],
 )  # fmt: skip
 def test_what_reaches_the_result(model, expected):

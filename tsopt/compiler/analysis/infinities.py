@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from tsopt.compiler.analysis.non_finite import BOUNDED, has_both_ends
+from tsopt.compiler.analysis.non_finite import BOUNDED, bounds
 from tsopt.compiler.analysis.range_rules import may_miss
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
@@ -35,7 +35,7 @@ POOLS = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
 MIXING = frozenset(
     {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
     | {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}
-    | {"layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm", "softmax", "embedding"}
+    | {"layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm", "softmax"}
 )
 
 
@@ -70,7 +70,11 @@ def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
     name = _plain_name(node)
     if any(isinstance(item, float) and math.isinf(item) for item in ops.bind(node).values()):
         return None
-    if name in BOUNDED or name in MIXING or name == "nan_to_num" or (name == "clamp" and has_both_ends(node)):
+    if ends := bounds(node):
+        return [end for end in ends if isinstance(end, fx.Node)]
+    if name == "batch_norm" and not ops.bind(node)["training"]:
+        return [ops.bind(node)["input"]]  # scales each value by itself
+    if name in BOUNDED or name in MIXING or name == "nan_to_num":
         return []
     if name == "view_dtype" or (name in POOLS and may_miss(ops.bind(node))):
         return None

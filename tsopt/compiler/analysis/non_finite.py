@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 from torch import fx
 
@@ -36,7 +38,8 @@ PASSING = SAME_VALUES | {
     "constant_pad_nd",
     "getitem",
 }
-BOUNDED = frozenset({"sigmoid", "tanh", "erf", "atan", "hardtanh", "relu6", "hardsigmoid"})
+BOUNDED = frozenset({"sigmoid", "tanh", "erf", "atan", "relu6", "hardsigmoid"})
+CLAMPS = {"clamp": ("min", "max"), "hardtanh": ("min_val", "max_val")}
 ZERO_AT_NEGATIVE_INFINITY = frozenset({"softmax", "exp", "relu"})
 ATTENTION, MASK = "scaled_dot_product_attention", "attn_mask"
 
@@ -53,7 +56,7 @@ def harmful_inputs(program: Program, values: Iterable[fx.Node]) -> dict[fx.Node,
         if node.op != "call_function" or node not in harms:
             continue
         for operand in node.all_input_nodes:
-            harm = _harm_of(node, operand, harms[node]) if _is_real(operand) else Harm.NONE
+            harm = _harm_of(program, node, operand, harms[node]) if _is_real(operand) else Harm.NONE
             if harm:
                 harms[operand] = max(harm, harms.get(operand, Harm.NONE))
     return {node: harms[node] for node in program.graph.nodes if node.op == "placeholder" and node in harms}
@@ -64,12 +67,12 @@ def _is_real(node: fx.Node) -> bool:
     return any(value.is_floating_point() or value.is_complex() for value in ops.tensors_of(node.meta.get("val")))
 
 
-def _harm_of(node: fx.Node, operand: fx.Node, harm: Harm) -> Harm:
+def _harm_of(program: Program, node: fx.Node, operand: fx.Node, harm: Harm) -> Harm:
     """What in an operand of a call has such an effect, if this in its result has."""
     name = base_name(node)
     if name == "nan_to_num":
-        return Harm.NONE
-    if name in BOUNDED or (name == "clamp" and has_both_ends(node)):
+        return _harm_of_what_is_put_in(node, harm)
+    if name in BOUNDED or is_bounded(program, node):
         return Harm.NAN
     if name in ZERO_AT_NEGATIVE_INFINITY:
         return Harm.POSITIVE_INFINITY
@@ -80,7 +83,34 @@ def _harm_of(node: fx.Node, operand: fx.Node, harm: Harm) -> Harm:
     return Harm.NEGATIVE_INFINITY  # by inf - inf or 0 * inf, or the sign changes
 
 
-def has_both_ends(node: fx.Node) -> bool:
-    """Whether a clamp has two bounds."""
-    call = ops.bind(node)
-    return call.get("min") is not None and call.get("max") is not None
+def _harm_of_what_is_put_in(node: fx.Node, harm: Harm) -> Harm:
+    """Of `nan_to_num`, which may be asked to put in what it is there to take out."""
+    call, found = ops.bind(node), Harm.NONE
+    for kind, name in ((Harm.NAN, "nan"), (Harm.POSITIVE_INFINITY, "posinf"), (Harm.NEGATIVE_INFINITY, "neginf")):
+        given = call.get(name)
+        if isinstance(given, float) and not math.isfinite(given):
+            made = Harm.NAN if math.isnan(given) else Harm.POSITIVE_INFINITY if given > 0 else Harm.NEGATIVE_INFINITY
+            found = max(found, kind if made <= harm else Harm.NONE)
+    return found
+
+
+def is_bounded(program: Program, node: fx.Node) -> bool:
+    """Whether a call is a clamp with two bounds that are finite numbers."""
+    ends = bounds(node)
+    return bool(ends) and all(_is_finite(program, end) for end in ends)
+
+
+def bounds(node: fx.Node) -> tuple[Any, ...]:
+    """The two bounds of a clamp; nothing for another call, or a clamp with one."""
+    names, call = CLAMPS.get(base_name(node), ()), ops.bind(node)
+    ends = tuple(call.get(name) for name in names)
+    return () if None in ends else ends
+
+
+def _is_finite(program: Program, end: Any) -> bool:
+    if isinstance(end, fx.Node):
+        if ops.is_call(end):
+            return base_name(end) in SAME_VALUES and _is_finite(program, end.args[0])
+        constant = program.weights.get(str(end.target)) if end.op == "get_attr" else None
+        return constant is not None and bool(constant.isfinite().all())
+    return not isinstance(end, float) or math.isfinite(end)
