@@ -183,3 +183,18 @@ def test_other_bounds_stay(model):
 def test_a_clamp_that_promotes_stays():
     check_declines(algebra.clamp_clamp, lambda x: x.clamp(0, 3).clamp(0.5, 7.5), INTS)
     check_declines(algebra.clamp_clamp, lambda x: x.clamp(0.5, 3.5).clamp(0, 7), INTS)
+
+
+@pytest.mark.parametrize(
+    ("item", "model"),
+    [
+        (algebra.plus_zero, lambda x: 1 / (x + 0.0)),
+        (algebra.plus_zero, lambda x: torch.atan2((x + 0).neg() * 3, -x.abs())),
+        (algebra.abs_relu, lambda x: 1 / x.relu().abs()),
+        (algebra.clamp_clamp, lambda x: torch.signbit(x.clamp(min=0).clamp(max=1))),
+        (algebra.small_power, lambda x: 1 / x**0.5),
+    ],
+    ids=["quotient", "atan2", "abs", "clamp", "root"],
+)
+def test_what_changes_the_sign_of_zero_stays_where_it_is_read(item, model):
+    check_declines(item, model, specials(N), algebra.SIGN_READ)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
@@ -24,6 +25,7 @@ FROM_BOOL = "PyTorch supports adding to a boolean, but not subtracting from one"
 PROMOTES_SIGN = "the negated value is promoted, so it matters whether it is negated before or after"
 CROSSED = "the bounds are out of order"
 WRAPS = "a bound is not a value of the dtype"
+SIGN_READ = "the sign of a zero is read further on"
 SHARED = "the inner value has other users"
 
 
@@ -71,6 +73,8 @@ def plus_zero_integer(at, x):
 )
 def plus_zero(at, x):
     """x + 0 -> x; keeps the sign of -0.0, which eager loses"""
+    if is_sign_of_zero_read(at.root):
+        return at.skip(SIGN_READ)
     return x if at.same_type(x) else at.skip(CASTS)
 
 
@@ -165,7 +169,9 @@ def positive_already(at, x):
 @rule(lambda x: aten.abs.default(x), numerics=Numerics.ROUNDING)
 def abs_relu(at, x):
     """abs(relu(x)) -> relu(x); relu keeps -0.0"""
-    return x if x.target is aten.relu.default else None
+    if x.target is not aten.relu.default:
+        return None
+    return at.skip(SIGN_READ) if is_sign_of_zero_read(at.root) else x
 
 
 _BOUNDED = (
@@ -191,6 +197,8 @@ def clamp_clamp(at, x, *_):
         return at.skip(WRAPS)
     if not (outer[0] <= outer[1] and inner[0] <= inner[1]):  # nor where a bound is NaN
         return at.skip(CROSSED)
+    if at.root.meta["val"].is_floating_point() and is_sign_of_zero_read(at.root):
+        return at.skip(SIGN_READ)
     low, high = (min(max(bound, outer[0]), outer[1]) for bound in inner)
     if (low, high) == inner:
         return x
@@ -286,6 +294,8 @@ def small_power(at, x, n):
         return at.call(aten.mul.Tensor, x, x)
     if n == 3:
         return at.call(aten.mul.Tensor, at.call(aten.mul.Tensor, x, x), x)
+    if n == 0.5 and is_sign_of_zero_read(at.root):
+        return at.skip(SIGN_READ)
     if n in forms and getattr(torch, at.type(x).dtype).is_floating_point:
         return at.call(forms[n], x)
     return None

@@ -209,6 +209,13 @@ def test_another_value_on_zeros_is_wrong(model, other):
         other_on_zeros(model, other)
 
 
+def test_a_sign_of_zero_that_is_lost_is_seen_where_it_is_read():
+    right = lambda y, x: torch.atan2(y + 0.0, x)  # noqa: E731
+    with pytest.raises(tsopt.AccuracyError, match="on the zeros input"):
+        verify(right, torch.atan2, (ROW, ROW))
+    assert verify(lambda x: x + 0.0, lambda x: x.clone(), ROW).test == "element"
+
+
 BIAS = torch.full((8,), 0.1)
 
 

@@ -91,3 +91,13 @@ def test_bounds_may_be_of_different_types(backend, low, high):
     x, i = torch.linspace(-4, 8, 24).view(4, 6), torch.arange(-4, 8)
     found = tsopt.compile(tsopt.transform(tsopt.capture(Net(), (x, i))), backend)(x, i)
     assert all(map(torch.equal, found, Net()(x, i)))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_atan2_takes_sides_by_the_signs_of_zeros(backend, dtype):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, -1e-30, 3.0, -2.0])
+    values = values if dtype.is_floating_point else torch.arange(-2, 3)
+    y, x = values.view(-1, 1), values
+    found = tsopt.compile(tsopt.capture(torch.atan2, (y, x)), backend)(y, x)
+    torch.testing.assert_close(found, torch.atan2(y, x), rtol=0, atol=1e-6)

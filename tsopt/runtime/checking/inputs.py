@@ -68,7 +68,7 @@ NEAR = 0.01  # the part of a number that a value near it may be off by
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
     """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 (see REACH) and
     x0.001, `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and
-    `zeros`, such as padding.
+    `zeros` of both signs, such as padding.
 
     In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
     program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in
@@ -166,7 +166,11 @@ def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> tor
 
 
 def _zeros(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return _like(leaf, torch.zeros_like(leaf)) if leaf.is_floating_point() else _drawn(leaf, generator)
+    if not leaf.is_floating_point():
+        return _drawn(leaf, generator)
+    wide = torch.zeros(leaf.numel(), device=leaf.device)
+    wide[::2] = -0.0  # where nothing reads the sign of a zero, both are the same
+    return _like(leaf, wide.to(leaf.dtype).reshape(leaf.shape))
 
 
 def _special(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

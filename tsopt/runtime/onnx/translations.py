@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {
         torch.ops.aten._grouped_mm.default: _grouped_mm,
         torch.ops.aten.signbit.default: _signbit,
+        torch.ops.aten.atan2.default: _atan2,
         torch.ops.aten.minimum.default: _minimum,
         torch.ops.aten.maximum.default: _maximum,
         torch.ops.aten.clamp.default: _clamp,
@@ -47,6 +49,16 @@ def _signbit(x: Any) -> Any:
     zero = op.CastLike(0.0, x)
     negative = op.Less(x, zero)
     return op.Or(negative, op.Less(op.Reciprocal(x), zero)) if x.dtype.is_floating_point() else negative
+
+
+def _atan2(y: Any, x: Any) -> Any:
+    """The exporter's own translation takes no sides where an operand is zero: atan2(1.0, -0.0) became -pi / 2."""
+    if not y.dtype.is_floating_point() or y.dtype != x.dtype:
+        y, x = op.Cast(y, to=FLOAT), op.Cast(x, to=FLOAT)  # as PyTorch does, of whole numbers
+        y.dtype = x.dtype = ir.DataType.FLOAT
+    zero, turn = op.CastLike(0.0, y), op.CastLike(math.pi, y)
+    angle = op.Where(op.Equal(y, zero), y, op.Atan(op.Div(y, x)))
+    return op.Where(_signbit(x), op.Add(angle, op.Where(_signbit(y), op.Neg(turn), turn)), angle)
 
 
 # ONNX Runtime's Min, Max and Clip compare int64 by its lower half; its Less compares all of it.

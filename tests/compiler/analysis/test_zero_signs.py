@@ -1,0 +1,49 @@
+"""Where the sign of a zero is read: by which calls, and through which others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tsopt
+from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read
+
+X = torch.tensor([[-0.0, 0.0, 1.0], [2.0, -0.0, -3.0]])
+WEIGHT = torch.eye(3)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda x: torch.atan2(x, X), True),
+        (lambda x: torch.atan2(X, x), True),
+        (lambda x: 1 / x, True),
+        (lambda x: x.reciprocal(), True),
+        (lambda x: X / x, True),
+        (lambda x: x / 3, False),
+        (lambda x: x / X, False),
+        (lambda x: x**-1, True),
+        (lambda x: x**3, False),
+        (lambda x: torch.copysign(X, x), True),
+        (lambda x: torch.copysign(x, X), False),
+        (lambda x: x.signbit(), True),
+        (lambda x: x.view(torch.int32), True),
+        (lambda x: torch.complex(X, x), True),
+        (lambda x: 1 / (x.view(3, 2).t() * 3).neg().sqrt().relu(), True),
+        (lambda x: 1 / x**3, True),
+        (lambda x: 1 / x**2, False),
+        (lambda x: 1 / (x * x), False),
+        (lambda x: 1 / (x + 1e-5), False),
+        (lambda x: 1 / (x + X), True),
+        (lambda x: 1 / F.linear(x, WEIGHT), False),
+        (lambda x: 1 / x.exp(), False),
+        (lambda x: 1 / x.abs(), False),
+        (lambda x: X / (x > 0), False),
+        (lambda x: (x * 2).relu(), False),
+    ],
+)
+def test_what_reads_the_sign_of_a_zero(model, expected):
+    program = tsopt.capture(model, X)
+    (value,) = (node for node in program.graph.nodes if node.op == "placeholder")
+    assert is_sign_of_zero_read(value) is expected
