@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_f
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.calls.structure import unflatten
+from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
@@ -89,7 +90,9 @@ def read_calibration(
     calls: list[Example] = []
     with random_state_kept():
         for number, item in enumerate(_items(data)):
-            calls += islice(reader.calls(item, number), MOST - len(calls))
+            # Copies: a loader may fill the same memory with the next item.
+            found = islice(reader.calls(item, number), MOST - len(calls))
+            calls += [Example(*owned((call.args, call.kwargs))) for call in found]
             progress(f"{len(calls)} inputs")
             if len(calls) >= MOST:
                 break
@@ -113,7 +116,7 @@ def counted(count: int, what: str) -> str:
 
 
 def readable_again(data: Any) -> Any:
-    """Calibration data for several runs: a generator's items in a list, as many as are needed; anything else as it is.
+    """Calibration data for several runs: copies of a generator's items, as many as are needed; anything else as it is.
 
     Raises:
         UsageError: the generator raises.
@@ -121,7 +124,17 @@ def readable_again(data: Any) -> Any:
     if not isinstance(data, Iterator):
         return data
     with random_state_kept():
-        return list(islice(_items(data), MOST))
+        return list(map(owned, islice(_items(data), MOST)))
+
+
+def owned(value: Any) -> Any:
+    """A nesting of tensors and arrays with the same values in memory of its own."""
+    leaves, structure = flatten(value)
+    return unflatten(structure, [_copy_of(leaf) for leaf in leaves])
+
+
+def _copy_of(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy(leaf)
 
 
 def _items(data: Any) -> Iterator[Any]:
@@ -229,7 +242,7 @@ class _Reader:
         made = [Example(*unflatten(structure, part)) for part in parts]
         for item in made[:1]:
             self._signature.bind(item.args, item.kwargs)
-        self.waiting = [row[sum(len(part[0]) for part in parts) :] for row in rows]
+        self.waiting = [row[sum(len(part[0]) for part in parts) :].clone() for row in rows]
         return made
 
     def _on_its_device(self, call: Example) -> Example:
