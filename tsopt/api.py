@@ -113,13 +113,14 @@ def optimize(
 
             With it, `"auto"` tries int8 as well.
         metric: the accuracy metric for candidates in lower precisions: a function that takes a model and returns a
-            number, higher is better; `"top1"` (along the last axis) or `"cosine"`, the agreement with eager; or
+            number, higher is better; `"top1"` (of the first output, along the last axis; all others may have a
+            relative error of 4.4 %) or `"cosine"`, the agreement with eager; or
             `"sqnr"`, the default: a relative error of at most 4.4 % over all held-out inputs. As many layers run in
             int8 as this allows; those whose error counts most at the outputs stay in float32. A function can call a
             candidate, with batches of any size, and read parameters and attributes of the model from it; a candidate
             for which it is NaN is refused.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
-            `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
+            `"cosine"`, and to `"top1"` as well if the first output has rows, which may be scores.
         keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`. Engines
             that lower the precision of all layers together do not race then.
         frontend: how the model is captured.

@@ -16,7 +16,8 @@ from tsopt.regression.baseline import Baseline
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.checking.agreement import Outputs, agreement
-from tsopt.runtime.checking.criterion import BUILT_IN, answers_of, measured, outputs_of, value_of
+from tsopt.runtime.checking.answers import answers_of, outputs_of
+from tsopt.runtime.checking.criterion import BUILT_IN, TOP1, axis_of_classes, measured, value_of
 from tsopt.runtime.checking.eager_answers import EagerAnswers
 from tsopt.runtime.checking.in_pieces import InPieces
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
@@ -87,8 +88,11 @@ class Score:
             kinds = ("example", *OF_THE_SAME_SIZE)
             sets = [item.inputs for item in answers.expected]
             data = [item.example for item in sets if item.kind.startswith(kinds)]
-            self._wanted = answers_of(model, data, self._metric, self._state, model)
-            self._data = data[: len(self._wanted)]
+            known = answers_of(model, data, self._state, model)
+            if self._metric == TOP1:
+                axis_of_classes(known)
+            self._wanted = [outputs[: known.returned] for outputs in known.outputs]
+            self._data = list(known.calls)
 
     def of(self, called: Callable[..., Any]) -> float:
         """The score of the model itself, of something optimized, of a bundle, or of a callable of the user's own.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.checking.judged import DATA, MODEL, criterion, off_by
 from tsopt.compiler.protect import as_eval
 from tsopt.errors import UsageError
 from tsopt.runtime.checking.agreement import relative_error, top1
@@ -19,29 +20,7 @@ from tsopt.runtime.checking.criterion import (
     WIDEST,
     Likeness,
     check_metric,
-    criterion_of,
-    outputs_of,
 )
-
-DATA = [tsopt.example(torch.randn(4, 8, generator=torch.Generator().manual_seed(i))) for i in range(5)]
-torch.manual_seed(0)
-MODEL = nn.Linear(8, 3).eval()
-SIGNATURE = tsopt.capture(MODEL, DATA[0]).signature
-
-
-def off_by(share):
-    """The model with an error of a share of its output."""
-
-    def called(x):
-        y = MODEL(x)
-        error = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
-        return y + error * share * y.norm() / error.norm()
-
-    return called
-
-
-def criterion(metric=None, max_drop=None, data=DATA, model=MODEL):
-    return criterion_of(model, data, metric, max_drop, SIGNATURE)
 
 
 @pytest.mark.parametrize(("share", "ok"), [(0.0, True), (0.04, True), (0.05, False)])
@@ -80,6 +59,50 @@ def test_cosine_does_not_see_a_scale():
 def test_rows_of_scores_are_judged_by_their_largest_and_other_outputs_by_the_cosine():
     assert "top-1" in criterion(max_drop=0.1).judge(MODEL).text
     assert "cosine" in criterion(max_drop=0.1, model=lambda x: MODEL(x)[:, :1]).judge(lambda x: MODEL(x)[:, :1]).text
+
+
+def two(share, other):
+    """The model with an error, and a box with another one."""
+    scores, boxes = off_by(share), off_by(other)
+    return lambda x: (scores(x), boxes(x) * 10)
+
+
+@pytest.mark.parametrize("metric", ["top1", None])
+def test_top1_holds_other_outputs_to_a_relative_error(metric):
+    found = criterion(metric, 0.3, model=two(0, 0))
+    assert found.judge(two(0.1, 0.04)).ok
+    judgement = found.judge(two(0, 0.05))
+    assert not judgement.ok
+    assert judgement.text.startswith("top-1 agreement with eager of output 0 1 on 5 inputs, at least 0.7 is required; ")
+    assert judgement.text.endswith("; other outputs: relative error 5.00% (output 1) on 5 inputs, limit 4.40%")
+
+
+def test_the_output_with_the_largest_error_is_named():
+    found = criterion(model=two(0, 0)).judge(two(0.01, 0.03))
+    assert found.text == "relative error 3.00% (output 1) on 5 inputs, limit 4.40%"
+
+
+def test_integers_beside_scores_follow_from_them():
+    def with_order(called):
+        return lambda x: (called(x), called(x).argsort(-1))
+
+    found = criterion("top1", 0.3, model=with_order(MODEL))
+    assert found.judge(lambda x: (MODEL(x), MODEL(x).argsort(-1).flip(-1))).ok
+
+
+def test_rows_that_may_be_no_scores_have_a_high_cosine_too():
+    """Sizes, of which the first is the largest whatever the others are."""
+
+    def sizes(called):
+        return lambda x: torch.cat((torch.full_like(x[:, :1], 9.0), called(x)), 1)
+
+    found = criterion(None, 0.01, model=sizes(MODEL))
+    judgement = found.judge(sizes(off_by(5.0)))
+    assert not judgement.ok
+    assert "top-1 agreement with eager 1 on 5 inputs" in judgement.text
+    assert "; cosine similarity to eager 0." in judgement.text
+    assert judgement.loss > judgement.limit
+    assert criterion("top1", 0.01, model=sizes(MODEL)).judge(sizes(off_by(5.0))).ok, "the user says that they are"
 
 
 def test_outputs_of_another_shape_are_never_accepted():
@@ -293,15 +316,3 @@ def test_what_is_asked_for_is_a_key_unless_it_is_a_function():
     assert criterion("top1", 0.1).key != criterion("top1", 0.2).key != ""
     assert criterion(lambda model: 1.0).key == ""
     assert isinstance(criterion(), Likeness)
-
-
-def test_an_output_that_is_state_is_told_as_the_call_has_left_it():
-    count = torch.zeros(3)
-
-    def called(x):
-        return count.add_(1)
-
-    for _ in range(2):
-        (found,) = outputs_of(called, DATA[0], [count])
-        assert found.tolist() == [1.0, 1.0, 1.0]
-    assert count.tolist() == [0.0, 0.0, 0.0]

@@ -8,6 +8,7 @@ from torch import nn
 import tsopt
 from tsopt.compiler.calls.example import example
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.criterion import criterion_of
 from tsopt.runtime.checking.held_out_sizes import validate_ranges
 from tsopt.runtime.checking.judge import Judge
 
@@ -26,3 +27,19 @@ def test_a_candidate_is_judged_at_all_sizes():
     verdict = Judge(oracle, found.held_out).judge(candidate)
     assert not verdict.ok
     assert verdict.reason.startswith("at n 7: ")
+
+
+def test_a_criterion_does_not_excuse_writes_to_inputs_that_eager_leaves_alone():
+    model, given = nn.Linear(4, 2).eval(), example(torch.randn(3, 4))
+
+    def spoiling(x):
+        y = model(x)
+        x.mul_(1.1)
+        return y
+
+    criterion = criterion_of(model, [given], "top1", 0.5, tsopt.capture(model, given).signature)
+    verdict = Judge(Oracle(model, given, None), criterion=criterion).judge(spoiling, precision="int8-static")
+    assert (
+        verdict.reason
+        == "an input differs from eager after the call: relative error 10.00%, limit 4.40% (example input)"
+    )

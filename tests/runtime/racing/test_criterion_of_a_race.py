@@ -94,6 +94,35 @@ def test_the_metric_has_the_last_word(int8_wins):
     assert all(layer.kept for layer in strict.report.quantization)
 
 
+class Cached(torch.nn.Module):
+    """Writes its keys to a buffer, or to an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.head = mlp(64, 64, 64), mlp(64, 8)
+        self.register_buffer("cache", torch.zeros(8, 1, 64))
+
+    def forward(self, x, place, out=None):
+        keys = self.keys(x)
+        (self.cache if out is None else out).index_copy_(0, place, keys[None])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("given", [(), (torch.zeros(8, 1, 64),)], ids=["buffer", "input"])
+@pytest.mark.parametrize("metric", [None, "top1"])
+def test_what_calls_write_is_judged_on_the_data(int8_wins, monkeypatch, given, metric):
+    data = [(torch.randn(1, 64, generator=seeded(i)), torch.tensor([i % 8]), *given) for i in range(16)]
+    fast = optimized(Cached().eval(), data[0], calibration=data, metric=metric)
+    assert fast.report.winner == TITLE
+    what = "input 2" if given else "the model's state"
+    if metric is not None:
+        (said,) = (note for note in fast.report.winning.notes if "other outputs: relative error" in note)
+        assert f"({what}) on 8 inputs, limit 4.40%" in said
+    monkeypatch.setattr("tsopt.runtime.checking.criterion.RELATIVE_ERROR", 1e-4)
+    strict = optimized(Cached().eval(), data[0], calibration=data, metric=metric)
+    assert all(layer.kept for layer in strict.report.quantization if layer.name.startswith("keys"))
+
+
 def test_a_metric_that_only_the_engine_fails_refuses_it(int8_wins, monkeypatch):
     """The program as torch runs it is fine, the engine's executable is not."""
     monkeypatch.setattr("tsopt.quantization.variants.compile", lambda program, backend, **_: "simulated")

@@ -165,7 +165,7 @@ class Oracle:
             given, _ = flatten((call.args, call.kwargs))
             leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
             leaves = [self._lasting(leaf) for leaf in leaves]
-            spoilt = self._spoilt(expected, [*given, *self.eager.state], exact, limit)
+            spoilt = self._spoilt(expected, [*given, *self.eager.state], exact, limit, usual)
             kept = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if not getattr(candidate, "returns_copies", False):
                 kept = [leaf.detach().clone() for leaf in kept]
@@ -226,13 +226,25 @@ class Oracle:
         moved = self.eager.neighbours(expected, position, step)
         return any(not compare(near, reference, limit=limit).ok for near in moved)
 
-    def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
-        """How the inputs or the model's state differ from eager after the call."""
-        inputs = len(expected.written) - len(self.eager.state)
+    def _spoilt(
+        self,
+        expected: Expected,
+        after: Sequence[torch.Tensor],
+        exact: bool,
+        limit: float | None,
+        usual: float | None,
+    ) -> str:
+        """How the inputs or the model's state differ from eager after the call.
+
+        Args:
+            usual: the limit for inputs that eager leaves alone: a criterion judges only what it has written.
+        """
+        before, _ = flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
         for position, (value, reference) in enumerate(zip(after, expected.written, strict=True)):
-            found = compare(value, reference, exact=exact, limit=limit)
+            is_kept = position < len(before) and bit_equal(before[position], reference)
+            found = compare(value, reference, exact=exact, limit=usual if is_kept else limit)
             if not found.ok:
-                what = "an input" if position < inputs else "the model's state"
+                what = "an input" if position < len(before) else "the model's state"
                 return f"{what} differs from eager after the call: {found.reason}"
         return ""
 

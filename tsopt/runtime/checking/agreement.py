@@ -24,13 +24,18 @@ def unlike(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> str:
 
 
 def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The largest over the outputs of |found - wanted| / |wanted|, over all inputs; infinite where it is undefined.
+    """The largest of the relative errors of the outputs."""
+    return max(relative_errors(found, wanted), default=0.0)
+
+
+def relative_errors(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list[float]:
+    """|found - wanted| / |wanted| of each output, over all inputs; infinite where it is undefined.
 
     At most 1 % of integer and boolean values may differ.
     """
     if unlike(found, wanted):
-        return math.inf
-    errors = [0.0]
+        return [math.inf] * max(len(wanted[0]), 1)
+    errors = []
     for pairs in _pairs(found, wanted):
         if not pairs[0][1].is_floating_point():
             errors.append(math.inf if 1 - _share_equal(pairs) > FLIPPED else 0.0)
@@ -38,9 +43,9 @@ def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float
         finite = [_where_finite(a, b) for a, b in pairs]
         away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
         size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
-        errors.append(away / size if size else math.inf if away else 0.0)
-    # Not left to `max`, which drops NaN: squares of values in float64 may be infinite.
-    return max(errors) if all(error == error for error in errors) else math.inf
+        error = away / size if size else math.inf if away else 0.0
+        errors.append(error if error == error else math.inf)  # NaN: squares of values in float64 may be infinite
+    return errors
 
 
 def cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:

@@ -6,30 +6,34 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from tsopt.compiler.calls.calibration import called_on_data
+from tsopt.compiler.calls.calibration import counted
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
-from tsopt.compiler.protect import InEvalMode, protected, training_flags
-from tsopt.compiler.random_state import seed_torch
+from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.errors import SignatureError, UsageError
-from tsopt.runtime.checking.agreement import Outputs, cosine, relative_error, scores_in, top1, unlike
+from tsopt.runtime.checking.agreement import (
+    Outputs,
+    cosine,
+    relative_error,
+    relative_errors,
+    scores_in,
+    top1,
+    unlike,
+)
+from tsopt.runtime.checking.answers import Answers, Called, answers_of
 from tsopt.runtime.checking.in_pieces import InPieces
-
-Called = Callable[..., Any]
 
 RELATIVE_ERROR = 4.4e-2  # of all outputs together, in L2 norms: a cosine of 0.999, an SQNR of 27 dB
 ROUNDING = 1e-9  # of a drop: 0.98 - 0.97 is a little more than 0.01
 MAX_DROP = 0.01  # of a metric
 SQNR, COSINE, TOP1 = "sqnr", "cosine", "top1"
 BUILT_IN = (SQNR, COSINE, TOP1)
-MOST_BYTES = 1 << 29  # of eager's answers that are kept: fewer inputs judge where one answer is large
 WIDER = 4.0  # times the largest relative error on the data: what an audit of a real call accepts
 WIDEST = 1.0  # of these: at most an error as large as the output
 STEADY = 0.1  # of `max_drop`: how far two values of a metric for the same model may be apart
@@ -75,14 +79,16 @@ class Criterion(Protocol):
 
 
 class Likeness:
-    """Compares outputs with eager's on held-out inputs.
+    """Compares outputs, and what calls write, with eager's on held-out inputs.
 
     Args:
         metric: `sqnr`: the relative error of each output over all inputs; `cosine`: of each output with eager's, as
             vectors, the mean over the inputs; `top1`: the share of rows, along the last axis of the first output of
-            floating-point numbers, whose largest value is where eager has it.
+            floating-point numbers, whose largest value is where eager has it, and the relative error of all other
+            floating-point numbers.
         max_drop: how far `cosine` or `top1` may be below 1.
         state: what calls write beside their inputs; each call starts from what is there now.
+        is_guess: nobody has said that the first output is scores: its cosine must be high enough, too.
 
     A candidate with NaN or infinities where eager has none, or the reverse, is never accepted.
 
@@ -93,50 +99,88 @@ class Likeness:
     is_cheap = True
 
     def __init__(
-        self, model: Called, data: Sequence[Example], metric: str, max_drop: float, state: Sequence[torch.Tensor] = ()
+        self,
+        model: Called,
+        data: Sequence[Example],
+        metric: str,
+        max_drop: float,
+        state: Sequence[torch.Tensor] = (),
+        *,
+        is_guess: bool = False,
     ) -> None:
-        self._metric, self._max_drop, self._state = metric, max_drop, state
-        self._wanted = answers_of(model, data, metric, state)
-        self.key = f"{metric} {max_drop}"
+        self._metric, self._max_drop, self._state, self._is_guess = metric, max_drop, state, is_guess
+        self._answers = answers_of(model, data, state)
+        self.key = f"{metric} {max_drop}{' guess' * is_guess}"
         self.error_limit = {SQNR: RELATIVE_ERROR, COSINE: _error_of_cosine(1 - max_drop)}.get(metric)
-        self._data = data[: len(self._wanted)]
-        self._along = "" if metric != TOP1 or not self._wanted else _axis_of_classes(self._wanted[0])
+        self._along = axis_of_classes(self._answers) if metric == TOP1 else ""
 
     def on_first(self, count: int) -> Likeness:
         made = copy(self)
-        made._wanted, made._data = self._wanted[:count], self._data[:count]
+        made._answers = self._answers.first(count)
         return made
+
+    def judge(self, candidate: Called) -> Judgement:
+        found, wanted = self._answers.beside(candidate, self._state)
+        every = range(len(self._answers.names))
+        if self._metric == SQNR:
+            judged = [self._by_error(found, wanted, every)]
+        elif self._metric == COSINE:
+            judged = [self._by_drop("cosine similarity to eager", cosine(found, wanted), _error_of_cosine)]
+        else:
+            judged = self._by_scores(found, wanted)
+        strange, judgement = unlike(found, wanted), together(judged)
+        return replace(judgement, ok=False, text=strange) if strange else judgement
+
+    def judge_writes(self, candidate: Called) -> Judgement | None:
+        """The same of what calls write alone, by its relative error; None where they write nothing."""
+        if not self._answers.written:
+            return None
+        found, wanted = self._answers.beside(candidate, self._state)
+        count = len(self._answers.names)
+        return self._by_error(found, wanted, range(count - len(self._answers.written), count))
+
+    def _by_scores(self, found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list[Judgement]:
+        """The largest of the scores decides, or classes that have been chosen already; of all else, the error."""
+        count = self._answers.returned
+        mine, theirs = ([outputs[:count] for outputs in each] for each in (found, wanted))
+        scores = _scores_in(self._answers)
+        name = "" if scores is None or len(self._answers.names) == 1 else f" of {self._answers.names[scores]}"
+        said = f"top-1 agreement with eager{name}{self._along}"
+        judged = [self._by_drop(said, top1(mine, theirs))]
+        if self._is_guess and scores is not None:
+            rows = ([[outputs[scores]] for outputs in each] for each in (found, wanted))
+            judged.append(self._by_drop(f"cosine similarity to eager{name}", cosine(*rows)))
+        others = [i for i, value in enumerate(wanted[0]) if i != scores and (i >= count or not _is_whole(value))]
+        return [*judged, self._by_error(found, wanted, others, "other outputs: ")] if others else judged
+
+    def _by_error(
+        self, found: Sequence[Outputs], wanted: Sequence[Outputs], chosen: Sequence[int], what: str = ""
+    ) -> Judgement:
+        """By the largest relative error of the chosen outputs, with the name of that one."""
+        errors = relative_errors(found, wanted)
+        worst = max(chosen, key=errors.__getitem__)
+        error, name = errors[worst], self._answers.names[worst]
+        said = f"{what}relative error {error:.2%}{f' ({name})' * bool(name)}"
+        text = f"{said} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
+        return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text, error)
+
+    def _by_drop(self, name: str, value: float, error_of: Callable[[float], float] | None = None) -> Judgement:
+        found, required = (f"{number:.6g}" for number in (value, 1 - self._max_drop))
+        if found == required:  # to six digits
+            found = f"{value:.12g}"
+        text = f"{name} {found} on {self._inputs}, at least {required} is required"
+        drop = 1 - value
+        known = None if error_of is None else error_of(value)
+        return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text, known)
 
     @property
     def _inputs(self) -> str:
-        return f"{len(self._data)} {'input' if len(self._data) == 1 else 'inputs'}"
-
-    def judge(self, candidate: Called) -> Judgement:
-        found = [outputs_of(candidate, call, self._state) for call in self._data]
-        strange = unlike(found, self._wanted)
-        if self._metric == SQNR:
-            error = relative_error(found, self._wanted)
-            text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
-            return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, strange or text, error)
-        value = measured(self._metric, found, self._wanted)
-        if strange:
-            return Judgement(False, 1 - value, self._max_drop, strange)
-        name = "cosine similarity to eager" if self._metric == COSINE else f"top-1 agreement with eager{self._along}"
-        found_text, required = (f"{number:.6g}" for number in (value, 1 - self._max_drop))
-        if found_text == required:  # to six digits
-            found_text = f"{value:.12g}"
-        text = f"{name} {found_text} on {self._inputs}, at least {required} is required"
-        drop, known = 1 - value, _error_of_cosine(value) if self._metric == COSINE else None
-        return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text, known)
+        return counted(len(self._answers.calls), "input")
 
     def tolerance(self, candidate: Called) -> float:
-        errors = [
-            relative_error([outputs_of(candidate, call, self._state)], [wanted])
-            for call, wanted in zip(self._data, self._wanted, strict=True)
-        ]
-        return min(
-            WIDEST, max(RELATIVE_ERROR, WIDER * max((error for error in errors if math.isfinite(error)), default=0.0))
-        )
+        found, wanted = self._answers.beside(candidate, self._state)
+        errors = (relative_error([mine], [theirs]) for mine, theirs in zip(found, wanted, strict=True))
+        return min(WIDEST, max(RELATIVE_ERROR, WIDER * max(filter(math.isfinite, errors), default=0.0)))
 
 
 class Metric:
@@ -167,7 +211,8 @@ class Metric:
         state: Sequence[torch.Tensor] = (),
     ) -> None:
         self._metric, self._max_drop, self._signature = metric, max_drop, signature
-        self.tolerance = Likeness(model, data, SQNR, 0.0, state).tolerance
+        self._likeness = Likeness(model, data, SQNR, 0.0, state)
+        self.tolerance = self._likeness.tolerance
         self._model, self._of_model = model, value_of(metric, model)
         again = value_of(metric, model)
         if abs(again - self._of_model) > STEADY * max_drop:
@@ -192,7 +237,9 @@ class Metric:
             return self._undefined(f"the metric returns {value:g}")
         drop = self._of_model - value
         text = f"metric {value:g}, eager {self._of_model:g}: a drop of {max(drop, 0):.4g}, limit {self._max_drop:g}"
-        return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text)
+        judged = Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text)
+        writes = self._likeness.judge_writes(candidate)  # which a function hardly looks at
+        return judged if writes is None else together([judged, replace(writes, text=f"what it writes: {writes.text}")])
 
     def _undefined(self, text: str) -> Judgement:
         """The judgement on a candidate without a value, such as a correlation with outputs that are all the same."""
@@ -210,35 +257,21 @@ def criterion_of(
     """The criterion that the options select.
 
     Without a metric, `max_drop` is of the top-1 agreement if the first output is rows of scores, and otherwise of the
-    cosine. Without both, the relative error decides.
+    cosine. Rows of other numbers look the same, so it is of both there. Without both, the relative error decides.
     """
     if callable(metric):
         return Metric(model, metric, MAX_DROP if max_drop is None else max_drop, signature, data, state)
+    is_guess = metric is None and max_drop is not None
     if metric is None:
         metric = SQNR if max_drop is None else _usual(model, data, state)
-    return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop, state)
+    return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop, state, is_guess=is_guess)
 
 
-def answers_of(
-    model: Called, data: Sequence[Example], metric: str, state: Sequence[torch.Tensor], kept: Any = None
-) -> list[Outputs]:
-    """The model's outputs, which those of candidates are measured by; of the first inputs only where they are large.
-
-    Args:
-        kept: see `outputs_of`.
-
-    Raises:
-        UsageError: the model fails on an input, or `top1` would have to guess the axis of the classes.
-    """
-    found: list[Outputs] = []
-    for call in data:
-        if found and _bytes(found) + _bytes(found[:1]) > MOST_BYTES:
-            break
-        with called_on_data(Exception):  # whatever the model raises
-            found.append(outputs_of(model, call, state, kept))
-    if metric == TOP1 and found:
-        _axis_of_classes(found[0])
-    return found
+def together(judged: Sequence[Judgement]) -> Judgement:
+    """One judgement of several, which all have to be acceptable: that which is nearest to its limit, with all texts."""
+    worst = max(judged, key=lambda item: item.loss / item.limit if item.limit else item.loss and math.inf)
+    text = "; ".join(item.text for item in judged)
+    return replace(worst, ok=all(item.ok for item in judged), text=text)
 
 
 def measured(metric: str, found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
@@ -304,19 +337,19 @@ def check_metric(metric: Any, max_drop: float | None) -> None:
 
 
 def _usual(model: Called, data: Sequence[Example], state: Sequence[torch.Tensor]) -> str:
-    answers = Likeness(model, data[:1], COSINE, 0.0, state)._wanted
-    first = next((leaf for leaf in answers[0] if leaf.is_floating_point()), None)
+    (outputs,) = answers_of(model, data[:1], state).outputs
+    first = next((leaf for leaf in outputs if leaf.is_floating_point()), None)
     return TOP1 if first is not None and first.dim() == 2 and first.shape[1] > 1 else COSINE
 
 
-def _axis_of_classes(outputs: Outputs) -> str:
+def axis_of_classes(answers: Answers) -> str:
     """Which axis `top1` takes for that of the classes, as a text; empty where there is no doubt.
 
     Raises:
         UsageError: it is probably another one.
     """
-    position = scores_in(outputs)
-    shape = [] if position is None else list(outputs[position].shape)
+    position = _scores_in(answers)
+    shape = [] if position is None else list(answers.outputs[0][position].shape)
     if len(shape) > 3:
         raise UsageError(
             "the metric 'top1' needs rows of scores",
@@ -326,24 +359,16 @@ def _axis_of_classes(outputs: Outputs) -> str:
     return f" (along the last axis of {shape})" if len(shape) == 3 else ""
 
 
-def outputs_of(called: Called, call: Example, state: Sequence[torch.Tensor], kept: Any = None) -> Outputs:
-    """Copies of the outputs of a call. State that the call writes is restored.
+def _scores_in(answers: Answers) -> int | None:
+    """Which of the tensors that calls return holds scores."""
+    return scores_in(answers.outputs[0][: answers.returned]) if answers.outputs else None
 
-    Args:
-        kept: a model that is put back as it was, too.
-    """
-    given, structure = flatten((call.args, call.kwargs))
-    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in given])  # a model may write to its inputs
-    with protected(kept, written=state), torch.no_grad():
-        seed_torch(0)
-        leaves, _ = flatten(called(*args, **kwargs))
-        return [leaf.detach().clone() for leaf in leaves]  # here: one of them may be state itself
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans, such as classes that follow from the scores."""
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _error_of_cosine(value: float) -> float:
     """The relative error of outputs with this cosine, if it has no preferred direction: a cosine is 1 - error^2 / 2."""
     return math.sqrt(2 * max(1 - value, 0.0))
-
-
-def _bytes(answers: Sequence[Outputs]) -> int:
-    return sum(leaf.nbytes for outputs in answers for leaf in outputs)
