@@ -97,6 +97,53 @@ def test_codes_of_a_table_are_drawn_within_their_columns():
     assert len(layers(found.variants["int8-static"])) == 1
 
 
+class CodesAsFloats(nn.Module):
+    """A table whose first column is a code among numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.column, self.head = nn.Embedding(5, 64), nn.Linear(66, 4)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.column(x[:, 0].long()), x[:, 1:]], dim=1))
+
+
+class EachOnce(nn.Module):
+    """Takes each code once, as no drawn input has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Embedding.from_pretrained(torch.randn(8, 64, generator=seeded(0)))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        codes = x[:, 0].long()
+        wrong = (codes.sort().values != torch.arange(8)).any().long()
+        return self.head(self.codes(codes + 99 * wrong))
+
+
+@pytest.mark.parametrize("calibration", [None, 6])
+@pytest.mark.parametrize("metric", [None, "cosine", lambda model: 1.0], ids=["error", "cosine", "function"])
+def test_drawn_inputs_that_the_model_refuses_are_left_out(calibration, metric):
+    table = torch.cat([torch.arange(8.0)[:, None] % 5, torch.randn(8, 2, generator=seeded(0))], dim=1)
+    options = {"calibration": calibration, "metric": metric, "wanted": ("int8", "int8-static", "bf16")}
+    found = quantized(CodesAsFloats().eval(), table, **options)
+    assert len(layers(found.variants["int8"])) == 1
+    said = "6 inputs drawn like the example, which says little about real data"
+    assert found.calibration == (said if calibration else "")
+    found = quantized(EachOnce().eval(), torch.arange(8.0)[:, None], **options)
+    assert len(layers(found.variants["int8"])) == 1
+    few = "1 of 6 inputs (the model refuses others) drawn like the example"
+    assert found.calibration.startswith(few if calibration else "")
+
+
+def test_a_metric_in_another_precision_leaves_out_what_the_model_refuses():
+    table = torch.cat([torch.arange(8.0)[:, None] % 5, torch.randn(8, 2, generator=seeded(0))], dim=1)
+    found = quantized(CodesAsFloats().eval(), table, wanted=("bf16",), metric="cosine")
+    assert found.criterion.judge(CodesAsFloats().eval()).ok
+
+
 @pytest.mark.parametrize("data", [1, [torch.zeros(1, 4)]])
 def test_the_report_says_that_one_input_is_not_held_out(data):
     found = quantized(mlp(4, 4), rows(1, 4)[0], calibration=data)

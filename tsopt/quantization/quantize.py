@@ -12,20 +12,18 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.calibration import MOST, Calibration, counted, read_calibration
+from tsopt.compiler.calls.calibration import Calibration, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.lower_precision import in_precision, products_of
+from tsopt.quantization.drawn import drawn, like_the_example
 from tsopt.quantization.variants import OutOfTime, Quantizer
-from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
-from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, by_column
-from tsopt.runtime.checking.made_up import made_up
 from tsopt.runtime.layer_table import ATTENTION, LayerRecord
 
 log = logging.getLogger("tsopt")
@@ -185,7 +183,7 @@ def quantize(
     end = time.monotonic() + seconds
     if not wanted and not options.judges:
         return Quantization()
-    data = _data(program, example, options, seed, progress)
+    data = _data(model, program, example, options, seed, progress)
     said = "" if options.calibration is None else data.text
     made = Quantization(calibration=said, data=_digest(program, data) if options.has_data else "")
     with protected(model, written=program.state.values()), torch.no_grad():
@@ -234,23 +232,21 @@ def _variants(
 
 
 def _data(
-    program: Program, example: Example, options: Int8Options, seed: int, progress: Callable[[str], None]
+    model: Callable[..., Any],
+    program: Program,
+    example: Example,
+    options: Int8Options,
+    seed: int,
+    progress: Callable[[str], None],
 ) -> Calibration:
     """The calibration data; without any, the example and values made up like it."""
-    if options.has_data:
-        return read_calibration(
-            *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
-        )
     if options.calibration is None:
-        drawn = _drawn(program, example, seed, _takes_codes_of_other_columns(program, example, seed))
-        return Calibration((example, *drawn), "no data", is_split=False)  # too few to split
-    count, made = min(int(options.calibration), MOST), [example]
-    anywhere = count > 1 and _takes_codes_of_other_columns(program, example, seed + 1)
-    while len(made) < count:
-        seed += 1
-        made += _drawn(program, example, seed, anywhere)
-    calls = tuple(made[:count])
-    return Calibration(calls, f"{counted(count, 'input')} drawn like the example, which says little about real data")
+        return like_the_example(model, program, example, seed)
+    if isinstance(options.calibration, int):
+        return drawn(model, program, example, seed, options.calibration)
+    return read_calibration(
+        *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
+    )
 
 
 def _digest(program: Program, data: Calibration) -> str:
@@ -261,26 +257,3 @@ def _digest(program: Program, data: Calibration) -> str:
             digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
             digest.update(plain.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _drawn(program: Program, example: Example, seed: int, anywhere: bool) -> list[Example]:
-    """Inputs like the example.
-
-    Args:
-        anywhere: integers are drawn from the whole of an input; otherwise from the same column, as those of a table.
-    """
-    sets = [item for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
-    return [(item if anywhere else by_column(item, example, seed) or item).example for item in sets]
-
-
-def _takes_codes_of_other_columns(program: Program, example: Example, seed: int) -> bool:
-    """Whether the model takes integers that are drawn from the whole of an input. Takes one call."""
-    run = compile(program, "eager", share_weights=True)
-    call, *_ = _drawn(program, example, seed, anywhere=True)
-    try:
-        with protected(None, written=program.state.values()):
-            run(*call.args, **call.kwargs)
-    except Exception as error:  # whatever the model says about values that it does not take
-        log.debug("the model refuses integers of other places: %s", error)
-        return False
-    return True

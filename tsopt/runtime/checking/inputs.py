@@ -117,16 +117,19 @@ def values_near(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> l
     return [near(leaf) for leaf in leaves]
 
 
-def by_column(inputs: InputSet, example: Example, seed: int) -> InputSet | None:
+def by_column(inputs: InputSet, example: Example, seed: int, *, floats: bool = False) -> InputSet | None:
     """The same input set with integers that the example has in the same place along the last axis.
 
     The columns of a table have codes of their own, and that of one may be none of another. None if it changes nothing.
+
+    Args:
+        floats: draw other numbers in this way too, for they may be codes as well.
     """
     generator = torch.Generator().manual_seed(seed)
     made_up, structure = flatten((inputs.example.args, inputs.example.kwargs))
     own, _ = flatten((example.args, example.kwargs))
     leaves = [
-        made if known.dtype.is_floating_point or known.dtype.is_complex else _drawn_by_column(known, generator)
+        made if not floats and (known.is_floating_point() or known.is_complex()) else _drawn_by_column(known, generator)
         for made, known in zip(made_up, own, strict=True)
     ]
     if all(a is b or torch.equal(a, b) for a, b in zip(leaves, made_up, strict=True)):
