@@ -327,7 +327,7 @@ class Numbered(Reused):
 )
 @pytest.mark.parametrize("count", [1, 2, 3], ids=lambda count: f"{count} rows")
 def test_a_loader_may_fill_the_same_memory_again(make, data_of, count):
-    found = read(data_of(make((count, 3), dtype=getattr(np if make is np.empty else torch, "float32"))))
+    found = read(data_of(make((count, 3), dtype=(np if make is np.empty else torch).float32)))
     given = sorted(i for i in range(4) for _ in range(count))
     assert sorted(torch.cat(first(found))[:, 0].tolist()) == given[: len(given) // 2 * 2]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
+from tsopt.compiler.calls.calibration_forms import Placed, Unlike, named_parts, ways_to_read
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
@@ -249,9 +250,10 @@ class _Reader:
         """Moves a call to the device of the model; loaders usually yield CPU tensors."""
         devices = [one.type.device for one in self._signature.user_inputs]
         leaves, structure = self._signature.flattened(call.args, call.kwargs)
+        given, leaves = leaves, list(map(with_tensors, leaves))
         if len(leaves) != len(devices) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return call
-        if all(str(leaf.device) == at for leaf, at in zip(leaves, devices, strict=True)):
+        if all(a is b and str(a.device) == at for a, b, at in zip(given, leaves, devices, strict=True)):
             return call
         return Example(*unflatten(structure, [leaf.to(at) for leaf, at in zip(leaves, devices, strict=True)]))
 
@@ -271,14 +273,33 @@ class _Reader:
                 yield Example((), wanted), f"{', '.join(others)} ignored"
             if self._example.args:
                 yield from self._by_name(Named(item))
+            yield from self._in_other_containers(item)
             return
         if isinstance(item, (list, tuple)):
             yield self._as_the_example(tuple(item)), ""
-            if len(item) == 2:
-                for made, _ in self._readings(item[0]):
-                    yield made, "read as (input, target), targets ignored"
+            yield from self._in_other_containers(item)
+            if len(item) in (1, 2):
+                targets = "read as (input, target), targets ignored" if len(item) == 2 else ""
+                for made, note in self._readings(item[0]):
+                    yield made, "; ".join(filter(None, (note, targets)))
             return
         yield self._as_the_example((item,)), ""
+        yield from self._in_other_containers(item)
+
+    def _in_other_containers(self, item: Any) -> Iterator[tuple[Example, str]]:
+        """The example's containers around the tensors of an item: one argument may be a dict, or an object."""
+        for put in ways_to_read(self._structure, item):
+            placed = Placed()
+            try:
+                put(placed)
+            except Unlike:
+                continue
+            leaves = [placed.leaves[index] for index in range(len(placed.leaves))]
+            note = f"{', '.join(dict.fromkeys(placed.left_out))} ignored" if placed.left_out else ""
+            yield Example(*unflatten(self._structure, leaves)), note
+        parts = named_parts(item)
+        if parts is not None and not isinstance(item, Mapping):
+            yield from self._by_name(Named(parts))
 
     def _batches_of_one(self, item: Any) -> Iterator[tuple[Example, str]]:
         """The readings of an item that has no batch axis, as a Dataset's has none."""
