@@ -108,11 +108,12 @@ def test_containers_within_containers():
 def test_one_container_in_two_places():
     model = Net(lambda self, a, b: a["image"] + b["image"])
     program, given = tsopt.capture(model, (BOTH, BOTH)), as_example((BOTH, BOTH))
-    one, other = Pair(**BOTH), Pair(**BOTH)
-    (call,) = read_calibration([(one, one)], program.signature, given).calls
-    assert torch.equal(model(*call.args), 2 * BOTH["image"])
-    with pytest.raises(UsageError, match="does not fit the model"):
-        read_calibration([(one, other)], program.signature, given)
+    other = {key: value + 1 for key, value in BOTH.items()}
+    for one in (BOTH, Pair(**BOTH), UserDict(BOTH)):
+        (call,) = read_calibration([(one, one)], program.signature, given).calls
+        assert torch.equal(model(*call.args), 2 * BOTH["image"])
+        with pytest.raises(UsageError, match="does not fit the model"):
+            read_calibration([(one, other)], program.signature, given)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from tsopt.compiler.calls.calibration_files import with_tensors
 from tsopt.compiler.calls.snapshot import is_leaf
-from tsopt.compiler.calls.structure import CHANGEABLE, Structure
+from tsopt.compiler.calls.structure import CHANGEABLE, Structure, flatten
 
 HELD_IN = "data"  # the attribute in which a UserDict has its items
 
@@ -82,7 +82,7 @@ class Placed:
             if type(value) is not type(node.value) or value != node.value:
                 raise Unlike
         elif node.kind == "shared":
-            if self._objects[node.index] is not value:
+            if not _is_the_same(self._objects[node.index], value):
                 raise Unlike
         elif isinstance(value, (list, tuple)) and node.kind in ("tuple", "list", "namedtuple"):
             self.put_all(node.children, value)
@@ -108,3 +108,9 @@ class Placed:
                 raise Unlike
         if not wrapped:
             self.left_out += [name for name in parts if name not in names]
+
+
+def _is_the_same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same tensors: reading has copied the containers."""
+    (mine, structure), (theirs, another) = flatten(one), flatten(other)
+    return structure == another and all(a is b for a, b in zip(mine, theirs, strict=True))
