@@ -105,8 +105,8 @@ def optimize(
             judge candidates in lower precisions.
 
             - A DataLoader, a Dataset or another iterable, of inputs like `example_input` or of (input, target). At most
-              128 inputs are read, from the first on; batches of other sizes, and rows without a batch axis, are split
-              or concatenated to that of the example.
+              128 inputs are read: from all of what has a length and an order, otherwise from the first on. Batches of
+              other sizes, and rows without a batch axis, are split or concatenated to that of the example.
             - The path of an .npz file, whose arrays have the names of the inputs and a first axis that counts them; or
               of a directory of such files, or of .npy files for a model with one input.
             - A number of inputs to draw like the example, which say little about real data.

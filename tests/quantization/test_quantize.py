@@ -71,6 +71,24 @@ def test_a_model_that_is_quantized_already_stays_as_it_is(model):
     assert [str(made).partition("\n")[0] for made in found.variants.values()] == ["the model is quantized already"] * 3
 
 
+def test_layers_are_chosen_on_other_inputs_than_those_that_judge(monkeypatch):
+    tried = []
+    plain = variants.Quantizer._judged
+
+    def judged(self, made):
+        tried.append(self.criterion)
+        return plain(self, made)
+
+    monkeypatch.setattr(variants.Quantizer, "_judged", judged)
+    model = Residual().eval()
+    found = quantized(model, images(1)[0], calibration=images(64))
+    assert "on 8 inputs" in tried[0].judge(model).text
+    assert "on 24 inputs" in found.criterion.judge(model).text
+    few = quantized(model, images(1)[0], calibration=images(20))
+    assert "on 8 inputs" in tried[-1].judge(model).text
+    assert "on 10 inputs" in few.criterion.judge(model).text
+
+
 def test_a_number_of_inputs_is_drawn_and_said_to_be():
     found = quantized(Residual().eval(), images(1)[0], calibration=6)
     assert found.calibration == "6 inputs drawn like the example, which says little about real data"
@@ -304,7 +322,7 @@ def test_infinities_in_a_mask_cost_no_layer():
 
 
 def test_infinities_that_reach_a_layer_cost_only_this_layer():
-    data = [(torch.randn(1, 8, generator=seeded(i)), torch.full((1, 8), -torch.inf)) for i in range(32)]
+    data = [(torch.randn(16, 8, generator=seeded(i)), torch.full((16, 8), -torch.inf)) for i in range(32)]
     model = nn.ModuleDict({"plain": nn.Linear(8, 4), "masked": nn.Linear(8, 4)})
     model.forward = lambda x, mask: (model["plain"](x), model["masked"](mask).isnan())
     found = quantized(model.eval(), data[0], calibration=data)

@@ -27,8 +27,6 @@ from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_
 from tsopt.runtime.layer_table import ATTENTION, LayerRecord
 
 log = logging.getLogger("tsopt")
-TRIED = 8  # calls that each choice of layers is tried on
-JUDGED = 16  # calls that candidates are judged by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,14 +186,13 @@ def quantize(
     made = Quantization(calibration=said, data=_digest(program, data) if options.has_data else "")
     with protected(model, written=program.state.values()), torch.no_grad():
         state = tuple(program.state.values())
-        judging = data.held_out[:JUDGED]
-        criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
+        criterion = criterion_of(model, data.judging, options.metric, options.max_drop, program.signature, state)
         if options.judges:
             made = replace(made, criterion=criterion)
         if not wanted:
             return made
         quantizer = Quantizer(
-            *(program, data, criterion.on_first(TRIED), options.keep_float, progress, end),
+            *(program, data, criterion.on(model, data.choosing), options.keep_float, progress, end),
             others=others,
             smooth=options.calibration is not None,
         )

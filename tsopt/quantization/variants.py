@@ -47,7 +47,6 @@ from tsopt.runtime.sandbox.processes import give_back_memory
 
 Made = tuple[Program | NoGain, tuple[LayerRecord, ...]]  # a variant, and what became of each layer in it
 LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
-MEASURED = 8  # calls that the loss of each layer is measured on
 WORTH_FREEING = 1 << 24  # bytes of weights: a collection takes a tenth of a second
 NOT_FINITE = "its input is not finite"
 OVERFLOWS = "its sums might not fit in 32 bits"
@@ -241,7 +240,7 @@ class Quantizer:
     def _smooth(self) -> None:
         """Goes on with a program in which outlier channels are in the weights."""
         chosen = [layer for layer in self.layers if layer not in self.kept]
-        calls = [flat_inputs(self.program, call) for call in self.data.observed[:MEASURED]]
+        calls = [flat_inputs(self.program, call) for call in self.data.measured]
         with called_on_data(IndexError):
             factors = factors_for(self.program, chosen, calls, largest=self.largest, progress=self._telling("smooth"))
         smooth = Smooth(factors, frozenset(layer.name for layer in chosen))
@@ -278,7 +277,7 @@ class Quantizer:
         Args:
             corrected: whether the bias of a layer will be corrected for its mean error.
         """
-        calls = [flat_inputs(self.program, call) for call in self.data.observed[:MEASURED]]
+        calls = [flat_inputs(self.program, call) for call in self.data.measured]
         with called_on_data(IndexError):
             found = losses_with_effects(
                 *(self.program, layers, calls),

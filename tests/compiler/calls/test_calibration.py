@@ -40,10 +40,30 @@ def test_an_iterable_of_inputs():
     assert found.read == "2 inputs"
 
 
-def test_every_other_input_is_held_out():
+def numbers_of(calls):
+    return sorted(int(call.args[0][0, 0]) for call in calls)
+
+
+def test_one_of_each_two_inputs_is_held_out():
     found = read([rows(2, i) for i in range(5)])
-    assert [call.args[0][0, 0].item() for call in found.observed] == [0, 2, 4]
-    assert [call.args[0][0, 0].item() for call in found.held_out] == [1, 3]
+    assert numbers_of(found.observed) == [0, 3, 4]
+    assert numbers_of(found.held_out) == numbers_of(found.choosing) == numbers_of(found.judging) == [1, 2]
+
+
+def test_inputs_of_two_kinds_in_turn_are_on_both_sides():
+    found = read([rows(2, i % 2) for i in range(32)])
+    assert numbers_of(found.observed) == numbers_of(found.held_out) == [0] * 8 + [1] * 8
+
+
+@pytest.mark.parametrize(("count", "judging"), [(16, 8), (47, 23), (48, 16), (100, 42), (MOST, 56), (500, 56)])
+def test_calls_that_choose_layers_do_not_judge_where_there_are_enough(count, judging):
+    found = read([rows(2, i) for i in range(count)])
+    choosing, judges = numbers_of(found.choosing), numbers_of(found.judging)
+    assert (len(choosing), len(judges)) == (8, judging)
+    assert set(choosing).isdisjoint(judges) == (count >= 48)
+    assert set(choosing + judges).isdisjoint(numbers_of(found.observed))
+    for some in (choosing, judges):
+        assert max(b - a for a, b in zip([0, *some], [*some, count - 1], strict=True)) < 2.5 * count / len(some)
 
 
 def test_a_single_input_is_for_both():

@@ -7,7 +7,8 @@ import torch
 
 import tsopt
 from tests.runtime.checking.judged import DATA, MODEL, SIGNATURE, criterion, off_by
-from tsopt.runtime.checking.answers import outputs_of
+from tsopt.runtime.checking import answers
+from tsopt.runtime.checking.answers import LEAST, answers_of, outputs_of
 from tsopt.runtime.checking.criterion import WIDER, criterion_of
 
 STATE = torch.zeros(4, 3)
@@ -89,3 +90,27 @@ def test_an_output_that_is_state_is_told_as_the_call_has_left_it():
         (found,) = outputs_of(called, DATA[0], [count])
         assert found.tolist() == [1.0, 1.0, 1.0]
     assert count.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("seconds", "answered"), [(0.0, LEAST), (3600.0, 40)])
+def test_calls_that_take_long_are_answered_in_part(monkeypatch, seconds, answered):
+    monkeypatch.setattr(answers, "SECONDS", seconds)
+    assert len(answers_of(MODEL, DATA * 8, ()).calls) == answered
+    assert len(answers_of(MODEL, DATA, ()).calls) == len(DATA)
+
+
+def test_a_criterion_for_other_inputs_asks_the_same():
+    found = criterion("top1", 0.3)
+    seen = []
+
+    def counted(x):
+        seen.append(x)
+        return MODEL(x)
+
+    assert found.on(counted, DATA[:2]).judge(MODEL).text.startswith("top-1 agreement with eager 1 on 2 inputs")
+    assert not seen, "these answers are known"
+    others = [tsopt.example(call.args[0] + 1) for call in DATA[:3]]
+    assert found.on(counted, others).judge(MODEL).text.startswith("top-1 agreement with eager 1 on 3 inputs")
+    assert len(seen) == 3
+    function = criterion(lambda model: 1.0, 0.3)
+    assert function.on(MODEL, others) is function

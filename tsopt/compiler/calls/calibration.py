@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
 from tsopt.compiler.calls.calibration_forms import Placed, Unlike, named_parts, ways_to_read
+from tsopt.compiler.calls.calibration_order import halves, numbered, spread, spread_out
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
@@ -23,6 +24,9 @@ from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
 
 MOST = 128  # calls; more hardly change the ranges
+MEASURED = 8  # calls that the loss of each layer is measured on
+CHOOSING = 8  # calls that each choice of layers is tried on
+JUDGING = 16  # calls that candidates are judged by, at least, before any are left to the choice of layers alone
 FOR_BOTH = "a single input cannot be split, so it sets the scales and judges the candidates"
 
 
@@ -42,13 +46,30 @@ class Calibration:
 
     @property
     def observed(self) -> tuple[Example, ...]:
-        """The calls that scales are computed from: every other one."""
-        return self.calls[::2] if self.is_split else self.calls
+        """The calls that scales are computed from: one of each two, in their order, in which a state goes on."""
+        return tuple(halves(self.calls)[0]) if self.is_split else self.calls
+
+    @property
+    def measured(self) -> tuple[Example, ...]:
+        """Those of them that the loss of each layer is measured on."""
+        count = len(self.observed)
+        return tuple(self.observed[place] for place in spread(min(MEASURED, count), count))
 
     @property
     def held_out(self) -> tuple[Example, ...]:
-        """The calls that candidates are judged on: the others, or the only one."""
-        return (self.calls[1::2] or self.calls) if self.is_split else self.calls
+        """The others, or the only one."""
+        return spread_out(halves(self.calls)[1] or self.calls) if self.is_split else self.calls
+
+    @property
+    def choosing(self) -> tuple[Example, ...]:
+        """The calls that each choice of layers is tried on."""
+        return self.held_out[:CHOOSING]
+
+    @property
+    def judging(self) -> tuple[Example, ...]:
+        """The calls that candidates are judged by: others than those that have chosen, if there are enough."""
+        rest = self.held_out[CHOOSING:]
+        return rest if len(rest) >= JUDGING else self.held_out
 
     @property
     def text(self) -> str:
@@ -90,9 +111,9 @@ def read_calibration(
     reader = _Reader(signature, example)
     calls: list[Example] = []
     with random_state_kept():
-        for number, item in enumerate(_items(data)):
+        for number, item, share in _items(data, lambda item: _calls_in(item, signature, example)):
+            found = reader.calls(item, number, min(share, MOST - len(calls)))
             # Copies: a loader may fill the same memory with the next item.
-            found = islice(reader.calls(item, number), MOST - len(calls))
             calls += [Example(*owned((call.args, call.kwargs))) for call in found]
             progress(f"{len(calls)} inputs")
             if len(calls) >= MOST:
@@ -125,7 +146,7 @@ def readable_again(data: Any) -> Any:
     if not isinstance(data, Iterator):
         return data
     with random_state_kept():
-        return list(map(owned, islice(_items(data), MOST)))
+        return [owned(item) for _, item, _ in itertools.islice(_items(data), MOST)]
 
 
 def owned(value: Any) -> Any:
@@ -138,19 +159,37 @@ def _copy_of(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy(leaf)
 
 
-def _items(data: Any) -> Iterator[Any]:
-    """The items, one by one; an error of the iterable names its place."""
+def _calls_in(item: Any, signature: Signature, example: Example) -> float:
+    """How many calls an item yields, up to a number that is large; less than one where it is only a part of one."""
+    reader = _Reader(signature, example)
+    whole = len(list(reader.calls(item, 0, 2 * MOST)))
+    return whole + (len(reader.waiting[0]) / signature.user_inputs[0].type.shape[0] if reader.waiting else 0)
+
+
+def _items(data: Any, calls_in: Callable[[Any], float] | None = None) -> Iterator[tuple[int, Any, int]]:
+    """The items, each with its number and how many calls to take of it; an error of the iterable names its place.
+
+    Args:
+        calls_in: how many an item yields; None to read all items in their order.
+    """
     if isinstance(data, (str, Path)):
-        yield from from_files(Path(data))
+        yield from ((number, item, MOST) for number, item in enumerate(from_files(Path(data))))
         return
     is_dataset = not isinstance(data, Iterable) and hasattr(type(data), "__getitem__")
     if isinstance(data, (torch.Tensor, Example, Mapping)) or not (is_dataset or isinstance(data, Iterable)):
         raise UsageError(f"calibration is a {type(data).__name__}, not a collection of inputs", fix=FORMS)
     count = 0
     try:
-        # A Dataset need not say where it ends but by its length.
-        for item in map(data.__getitem__, range(len(data))) if is_dataset and hasattr(data, "__len__") else data:
-            yield item
+        parts = numbered(data)
+        chosen, share = (None, MOST) if parts is None or calls_in is None else parts.chosen(calls_in, MOST)
+        if parts is not None and (chosen is not None or is_dataset):
+            # A Dataset need not say where it ends but by its length.
+            numbers = range(parts.count) if chosen is None else chosen
+            read, named = parts.at(numbers), numbers if parts.size == 1 else itertools.count()
+        else:
+            read, named = data, itertools.count()
+        for number, item in zip(named, read, strict=False):
+            yield number, item, share
             count += 1
     except UsageError:
         raise
@@ -177,14 +216,14 @@ class _Reader:
         self.notes: list[str] = []
         self.waiting: list[torch.Tensor] = []
 
-    def calls(self, item: Any, number: int) -> Iterator[Example]:
-        """The calls that an item yields."""
+    def calls(self, item: Any, number: int, most: int) -> Iterator[Example]:
+        """The calls that an item yields; of more, some from all of it."""
         failure: SignatureError | None = None
         item = with_tensors(item)
-        for made, note in chain(self._readings(item), self._batches_of_one(item)):
+        for made, note in itertools.chain(self._readings(item), self._batches_of_one(item)):
             try:
                 call = self._on_its_device(made)
-                fitting = self._fitting(call)
+                fitting = self._fitting(call, most)
             except SignatureError as error:
                 failure = failure or error
                 continue
@@ -225,7 +264,7 @@ class _Reader:
                 )
             yield f"infinities in {one.name}"
 
-    def _fitting(self, call: Example) -> list[Example]:
+    def _fitting(self, call: Example, most: int) -> list[Example]:
         """Fits a call to the signature: as it is, or appended to the pending rows and cut into batches.
 
         Raises:
@@ -239,11 +278,13 @@ class _Reader:
             if structure != self._structure or not are_rows(self._signature, leaves):
                 raise
         rows = [torch.cat(both) for both in zip(self.waiting, leaves, strict=True)] if self.waiting else leaves
-        parts = pieces(self._signature, rows)
-        made = [Example(*unflatten(structure, part)) for part in parts]
+        size = self._signature.user_inputs[0].type.shape[0]
+        count = len(rows[0]) // size
+        starts = [place * size for place in spread(min(count, most), count)]
+        made = [Example(*unflatten(structure, [row[start : start + size] for row in rows])) for start in starts]
         for item in made[:1]:
             self._signature.bind(item.args, item.kwargs)
-        self.waiting = [row[sum(len(part[0]) for part in parts) :].clone() for row in rows]
+        self.waiting = [row[count * size :].clone() for row in rows]
         return made
 
     def _on_its_device(self, call: Example) -> Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ from tsopt.runtime.checking.compare import bit_equal
 
 Called = Callable[..., Any]
 
+LEAST = 16  # calls that are answered, however long they take
+SECONDS = 0.1  # for those beyond: every candidate has to answer them, too
 MOST_BYTES = 1 << 29  # of eager's answers that are kept: fewer inputs judge where one answer is large
 
 
@@ -46,7 +49,7 @@ class Answers:
     """The model's answers.
 
     Attributes:
-        calls: those that it has answered; of the given ones, only the first where answers are large.
+        calls: those that it has answered; of the given ones, only the first where answers are large or slow.
         outputs: of each call, what it returned, then what it put into objects of the call.
         returned: how many of these it returned.
         names: of the outputs, and then of what is written; empty for a single output.
@@ -87,7 +90,7 @@ class Answers:
 
 
 def answers_of(model: Called, data: Sequence[Example], state: Sequence[torch.Tensor], kept: Any = None) -> Answers:
-    """The model's answers, which those of candidates are measured by.
+    """The model's answers, which those of candidates are measured by; to the first calls only, where calls take long.
 
     Args:
         kept: see `answer_of`.
@@ -99,7 +102,10 @@ def answers_of(model: Called, data: Sequence[Example], state: Sequence[torch.Ten
     changed: list[dict[int, torch.Tensor]] = []
     names: tuple[str, ...] = ()
     returned = inputs = 0
+    end = time.monotonic() + SECONDS
     for call in data:
+        if len(outputs) >= LEAST and time.monotonic() > end:
+            break
         if outputs and _bytes(outputs, changed) + _bytes(outputs[:1], changed[:1]) > MOST_BYTES:
             break
         with called_on_data(Exception):  # whatever the model raises

@@ -74,8 +74,8 @@ class Criterion(Protocol):
     def tolerance(self, candidate: Called) -> float:
         """The relative error that audits allow for a single call: a multiple of the largest one on the data."""
 
-    def on_first(self, count: int) -> Criterion:
-        """The same criterion on fewer inputs, for quick trials."""
+    def on(self, model: Called, data: Sequence[Example]) -> Criterion:
+        """The same criterion on other inputs, for quick trials."""
 
 
 class Likeness:
@@ -114,9 +114,10 @@ class Likeness:
         self.error_limit = {SQNR: RELATIVE_ERROR, COSINE: _error_of_cosine(1 - max_drop)}.get(metric)
         self._along = axis_of_classes(self._answers) if metric == TOP1 else ""
 
-    def on_first(self, count: int) -> Likeness:
-        made = copy(self)
-        made._answers = self._answers.first(count)
+    def on(self, model: Called, data: Sequence[Example]) -> Likeness:
+        made, first = copy(self), self._answers.first(len(data))
+        is_known = all(mine is call for mine, call in zip(first.calls, data, strict=False))
+        made._answers = first if is_known else answers_of(model, data, self._state)
         return made
 
     def judge(self, candidate: Called) -> Judgement:
@@ -222,7 +223,7 @@ class Metric:
                 fix="make it deterministic: fix the seed and the data that it uses",
             )
 
-    def on_first(self, count: int) -> Metric:
+    def on(self, model: Called, data: Sequence[Example]) -> Metric:
         return self  # it has data of its own
 
     def judge(self, candidate: Called) -> Judgement:

@@ -1,0 +1,178 @@
+"""Which items of the data are read: spread over all of it, and none twice."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+import tsopt
+from tsopt.compiler.calls.calibration import MOST, read_calibration
+from tsopt.compiler.calls.calibration_order import halves, spread, spread_out
+from tsopt.compiler.calls.example import as_example
+from tsopt.errors import UsageError
+
+CLASSES = 10
+ROWS = torch.arange(2000.0)[:, None].expand(-1, 3).contiguous()
+
+
+def read(data, size=1, **options):
+    example = torch.zeros(size, 3)
+    program = tsopt.capture(nn.Linear(3, 1).eval(), example, **options)
+    return read_calibration(data, program.signature, as_example(example))
+
+
+def numbers_of(calls):
+    return torch.cat([call.args[0] for call in calls])[:, 0].int().tolist()
+
+
+class Counted(Dataset):
+    """Rows by number, and which were asked for."""
+
+    def __init__(self, count=2000):
+        self.count, self.asked = count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return ROWS[number], number
+
+
+class Streamed(IterableDataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
+DATA = {
+    "dataset": Counted,
+    "tensors": lambda: TensorDataset(ROWS, torch.arange(2000)),
+    "list": lambda: list(ROWS),
+    "array": ROWS.numpy,
+    "deque": lambda: collections.deque(ROWS),
+    "batches": lambda: list(ROWS.split(10)),
+    "large batches": lambda: list(ROWS.split(500)),
+    "one batch": lambda: [ROWS],
+    "loader": lambda: DataLoader(Counted(), batch_size=32),
+    "loader of large batches": lambda: DataLoader(Counted(), batch_size=200),
+    "loader that drops the rest": lambda: DataLoader(Counted(), batch_size=64, drop_last=True),
+    "loader with workers": lambda: DataLoader(Counted(), batch_size=16, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+def test_sorted_data_is_read_from_all_of_its_classes(data, size):
+    found = read(data(), size)
+    assert len(found.calls) == MOST
+    assert len(set(numbers_of(found.calls))) == MOST * size
+    for some in (found.observed, found.choosing, found.judging, found.judging[:16], found.measured):
+        classes = {number * CLASSES // 2000 for number in numbers_of(some)}
+        assert len(classes) >= (CLASSES if len(some) > 16 else 6), classes
+
+
+@pytest.mark.parametrize("period", [2, 5, 10, 125])
+@pytest.mark.parametrize("data", [Counted, lambda: DataLoader(Counted(), batch_size=32)], ids=["dataset", "loader"])
+def test_data_that_goes_through_its_classes_in_turn(data, period):
+    for some in (read(data()).observed, read(data()).judging):
+        classes = {number % period for number in numbers_of(some)}
+        assert len(classes) >= min(period, len(some)) * 0.5
+        assert period > 10 or len(classes) == period
+
+
+def test_what_is_needed_is_read_once_and_no_more():
+    data = Counted()
+    read(data)
+    assert sorted(data.asked)[:2] == [0, 0], "the first says how many calls an item holds"
+    assert len(set(data.asked)) == len(data.asked) - 1 == MOST
+
+
+@pytest.mark.parametrize("data", [Counted(100), list(ROWS[:100]), DataLoader(Counted(100), batch_size=8)])
+def test_all_of_small_data_is_read_in_its_order(data):
+    assert numbers_of(read(data).calls) == list(range(100))
+
+
+def test_batches_of_sizes_that_may_differ_are_calls():
+    found = read(DataLoader(Counted(), batch_size=4), 2, dynamic={"input": {0: "batch[1..8]"}})
+    assert len(found.calls) == MOST
+    assert {len(call.args[0]) for call in found.calls} == {4}
+    assert {number * CLASSES // 2000 for number in numbers_of(found.calls)} == set(range(CLASSES))
+
+
+def test_a_loader_batches_as_it_would():
+    def collated(items):
+        return {"input": torch.stack([row for row, _ in items]) * 2, "labels": [number for _, number in items]}
+
+    found = read(DataLoader(Counted(), batch_size=32, collate_fn=collated))
+    assert all(number % 2 == 0 for number in numbers_of(found.calls))
+    assert max(numbers_of(found.calls)) > 3900
+    assert found.read == "128 inputs; labels ignored"
+
+
+class Unsized(Counted):
+    def __len__(self):
+        raise TypeError("streamed")
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
+SHUFFLED = RandomSampler(ROWS, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Streamed(),
+        DataLoader(Streamed(), batch_size=2),
+        iter(ROWS),
+        Unsized(),
+        DataLoader(Counted(), batch_size=None),
+        DataLoader(Counted(), batch_sampler=[[0, 1], *([i, i + 1] for i in range(2, 300))]),
+    ],
+    ids=["dataset", "loader", "iterator", "no length", "no batches", "batches of the user's"],
+)
+def test_data_that_is_no_sequence_is_read_from_the_front(data):
+    assert max(numbers_of(read(data).calls)) < 129
+
+
+def test_a_loader_that_shuffles_is_read_as_it_is():
+    found = read(DataLoader(ROWS, batch_size=8, sampler=SHUFFLED))
+    SHUFFLED.generator.manual_seed(0)
+    assert numbers_of(found.calls) == list(SHUFFLED)[:MOST]
+
+
+def test_messages_name_the_number_of_the_item():
+    broken = ROWS.clone()
+    broken[1000:] = torch.nan
+    with pytest.raises(UsageError, match=r"calibration input 1\d\d\d contains NaN"):
+        read(list(broken))
+
+
+@pytest.mark.parametrize(("count", "of"), [(0, 5), (1, 1), (3, 3), (7, 100), (128, 129), (128, 10**9)])
+def test_numbers_are_spread(count, of):
+    found = spread(count, of)
+    assert len(set(found)) == len(found) == count
+    assert found == sorted(found)
+    assert all(place * of // count <= number < (place + 1) * of // count for place, number in enumerate(found))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8, 64])
+def test_every_item_has_one_place(count):
+    items = list(range(count))
+    assert sorted(spread_out(items)) == items
+    first, second = halves(items)
+    assert sorted(first + second) == items
+    assert len(first) - len(second) == count % 2
+
+
+def test_an_array_of_numbers_is_a_sequence_of_rows():
+    assert len(read(np.zeros((4, 3), dtype=np.float32)).calls) == 4
