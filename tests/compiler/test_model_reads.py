@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -92,6 +93,58 @@ def test_closures_partials_methods_and_containers_lead_to_modules():
     assert layers[3] in reads_of(layers[3].forward).modules
     assert layers[1] in reads_of(lambda x: held.layer(x)).modules
     assert {*layers[:2]} <= {*reads_of(Hides()).modules}
+
+
+def test_what_overrides_a_method_may_call_it_and_so_may_who_holds_the_module():
+    class Sub(Net):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Sub()
+
+        def forward(self, x):
+            return self.net.unread(x)
+
+    found = reads_of(Holds())
+    assert {(Sub, "forward"), (Net, "forward"), (Sub, "unread")} <= set(found.classes)
+    assert "hidden" in found.names
+
+
+class Made:
+    def __init__(self):
+        self.made = SCALE
+
+    def __neg__(self):
+        return inner(1.0)
+
+
+def test_the_constructor_is_read_only_where_the_class_is_named():
+    made = Made()
+    assert "inner" in places(lambda x: x * -made)
+    assert (Made, "__init__") not in reads_of(lambda x: x * -made).classes
+    assert (Made, "__init__") in reads_of(lambda x: x * -Made()).classes
+
+
+def test_operators_of_installed_packages_are_not_read(monkeypatch):
+    package = types.ModuleType("installed_package")
+    package.__file__ = "/usr/lib/python3/site-packages/installed_package/__init__.py"
+    monkeypatch.setitem(sys.modules, "installed_package", package)
+
+    class Installed:
+        __module__ = "installed_package"
+
+        def __neg__(self):
+            return 1.0
+
+        def scaled(self, x):
+            return helper(x)
+
+    held = Installed()
+    assert (Installed, "__neg__") not in reads_of(lambda x: x * -held).classes
+    assert (Installed, "scaled") in reads_of(lambda x: held.scaled(x)).classes
 
 
 def test_hooks_are_read_as_well():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import weakref
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import zip_longest
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -102,10 +104,27 @@ def is_plain(value: Any) -> bool:
     return has_namespace and not is_library(cls.__module__) and type(vars(value)) is dict
 
 
-def is_library(module: str | None) -> bool:
-    """Whether a class or function comes with torch or with Python."""
-    package = (module or "").partition(".")[0]
-    return package == "torch" or package in sys.stdlib_module_names
+def package_of(module: Any) -> str:
+    """The outermost package of a module, by the module's name: a class may say anything of its own."""
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def is_library(module: Any) -> bool:
+    """Whether a class or function, by its `__module__`, comes with torch, with Python, or with tsopt."""
+    package = package_of(module)
+    return package in ("torch", "tsopt") or package in sys.stdlib_module_names
+
+
+def is_installed(module: Any) -> bool:
+    """Whether it comes with an installed package."""
+    return _is_installed(package_of(module))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(package: str) -> bool:
+    found = sys.modules.get(package)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")
+    return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
 
 
 def holds_tensor(value: Any, depth: int = 3) -> bool:

@@ -6,26 +6,41 @@ Code is analyzed, not run: a `getattr` with a computed name is not found, except
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from itertools import chain
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
 
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import elements_of
-from tsopt.compiler.contents import HEAP_TYPE, is_library
+from tsopt.compiler.calls.snapshot import elements_of, in_slots
+from tsopt.compiler.code_names import imported_by, names_in
+from tsopt.compiler.contents import HEAP_TYPE, is_installed, is_library, package_of
+from tsopt.compiler.places import ABSENT, OfClass
 
 SEARCHED = 4000  # containers and objects that are looked through
 PARTS = 64  # of a container that is looked through
-LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
-CODE = (FunctionType, property, classmethod, staticmethod, MemberDescriptorType)
+FIXED = (property, classmethod, staticmethod, BuiltinFunctionType)  # nothing that counts can be set on them
+LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size, *FIXED)
+MOST = frozenset({str, int, float, bool, type(None), torch.Tensor, nn.Parameter})  # of all values
+CODE = (FunctionType, property, classmethod, staticmethod)
+STEADY = (FunctionType, property, staticmethod, MemberDescriptorType)  # for which a class gives the same each time
 BASES = (nn.Module, object)
-ABSENT = object()  # where a name has no value
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Names that Python sets itself, methods that make objects, and those that no operator, loop or `with` calls: all other
+# methods with such names may run without being named.
+SET_BY_PYTHON = frozenset(f"__{name}__" for name in ("doc", "file", "module", "name", "package", "path", "spec"))
+MAKES = frozenset({"__init__", "__new__"})
+APART = (
+    *("annotate", "annotate_func", "class", "class_getitem", "copy", "deepcopy", "del", "delattr", "dict", "dir"),
+    *("format", "getnewargs", "getnewargs_ex", "getstate", "init_subclass", "qualname", "reduce", "reduce_ex"),
+    *("repr", "setstate", "sizeof", "str", "subclasshook", "weakref"),
+)
+UNREAD = SET_BY_PYTHON | MAKES | {f"__{name}__" for name in APART}
 
 
 @dataclass(slots=True)
@@ -62,165 +77,215 @@ class _Search:
         self.found = Reads(names={"training", "forward"})
         self._seen: set[Any] = set()
         self._kept: list[Any] = []  # ids are those of what is there
-        self._todo: list[tuple[FunctionType, type | None]] = []
+        self._todo: list[FunctionType] = []
         self._parts_left: list[Any] = []  # not by recursion: what is looked through may be chained
         self._searched = 0
-        self._classes: dict[type, frozenset[str]] = {}  # reached by a value or by name, and their attributes
+        self._names: dict[int, frozenset[str]] = {}  # in each code
+        # Whose attributes count, where code reads their names: classes, and what Python modules and functions hold.
+        self._classes: dict[type, frozenset[str]] = {}
+        self._namespaces: list[dict[str, Any]] = []
 
     def run(self, model: Any) -> Reads:
-        self._value(model, None)
+        self._value(model)
         known = -1
         while known != len(self._seen):  # a method that is reached may bring names of others
             known = len(self._seen)
             while self._todo or self._parts_left:
                 if self._parts_left:
-                    self._value(self._parts_left.pop(), None)
+                    self._value(self._parts_left.pop())
                 else:
-                    self._function(*self._todo.pop())
+                    self._function(self._todo.pop())
             for cls, names in list(self._classes.items()):
                 for name in sorted(names & self.found.names):
                     self._class_name(cls, name)
+            for namespace in list(self._namespaces):
+                self._places(namespace, self.found.names, self.found.names)
         return self.found
 
     def _is_new(self, *key: Any) -> bool:
-        ids = tuple(map(id, key))
+        ids = tuple([part if type(part) is str else id(part) for part in key])
         if ids in self._seen:
             return False
         self._seen.add(ids)
         self._kept.append(key)
         return True
 
-    def _value(self, value: Any, cls: type | None) -> bool:
-        """Follows what can be followed; whether it is code or a module, and not what code computes with."""
-        if type(value) in ProxyTypes:
-            return False
+    def _value(self, value: Any) -> None:
+        """Follows what can be followed."""
+        kind = type(value)
+        if kind in MOST or kind in ProxyTypes:
+            return
         if isinstance(value, nn.Module):
             self._module(value)
         elif isinstance(value, FunctionType):
-            self._todo.append((value, cls))
+            self._todo.append(value)
         elif isinstance(value, MethodType):
-            self._value(value.__self__, cls)
-            self._value(value.__func__, type(value.__self__))
+            self._value(value.__self__)
+            self._value(value.__func__)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
-                self._value(part, cls)
+                self._value(part)
             self.found.held += [*value.args, *value.keywords.values()]
         elif isinstance(value, (staticmethod, classmethod)):
-            self._value(value.__func__, cls)
+            self._value(value.__func__)
         elif isinstance(value, property):
-            self._value(value.fget, cls)
-        elif callable(value) and "__wrapped__" in _namespace(value):  # what answers to any name would never end
-            if self._is_new(value):
-                self._value(_namespace(value)["__wrapped__"], cls)
+            for function in (value.fget, value.fset, value.fdel):
+                self._value(function)
         elif isinstance(value, type):
-            self._class(value, code=False)
+            self._class(value, is_held=False)
         elif isinstance(value, ModuleType):
-            return True
+            if not _is_torchs(value):
+                self._namespace(vars(value))
         else:
             self._parts(value)
-            return callable(value) and not hasattr(value, "__dict__")
-        return True
 
     def _parts(self, value: Any) -> None:
-        """Code and modules below what code computes with: in a list, or an object that can be called."""
+        """Code and modules below what code computes with: in a list, or in the attributes of an object."""
         if isinstance(value, LEAVES) or self._searched >= SEARCHED:
             return
-        is_container = isinstance(value, (list, tuple, set, dict))
+        cls = type(value)
+        is_container, is_users = isinstance(value, (list, tuple, set, dict)), not is_library(cls.__module__)
         parts = list(dict.values(value)) if isinstance(value, dict) else elements_of(value) if is_container else []
-        if (is_container and not parts) or not self._is_new(value):
+        attributes = _attributes(value)
+        if (is_container and not parts and not attributes) or not self._is_new(value):
             return
         self._searched += 1
-        if not is_container:
-            if not is_library(type(value).__module__):
-                if isinstance(vars(type(value)).get("__call__"), FunctionType):
-                    self._class_name(type(value), "__call__")
-                self._class(type(value), code=True)
-                self.found.objects.append(value)
-            parts = list(_namespace(value).values())
-        self._parts_left += reversed(parts) if len(parts) <= PARTS else ()
+        if is_users:
+            self._class(cls, is_held=True)
+        if is_container and attributes:
+            self._namespace(attributes)
+        elif is_users and not is_container:
+            self.found.objects.append(value)
+            attributes = attributes | in_slots(value)
+        for some in (parts, list(attributes.values())):
+            self._parts_left += reversed(some) if len(some) <= PARTS else ()
 
-    def _class(self, cls: type, *, code: bool) -> None:
-        """The attributes of a class made in Python, of those that are read by name; nn.Modules have their own way.
+    def _class(self, cls: type, *, is_held: bool) -> None:
+        """The attributes of a class that is made in Python, of those that are read by name.
+
+        Of the user's own classes also operators and the like, which run unnamed. There are too many of them in an
+        installed package, and each costs time in each call.
 
         Args:
-            code: its methods are called on an object that was found; otherwise only its values may be read.
+            is_held: the code has an object of the class; otherwise it has the class, and may make objects of it.
         """
-        if not cls.__flags__ & HEAP_TYPE or issubclass(cls, (nn.Module, torch.Tensor)):
+        if not cls.__flags__ & HEAP_TYPE or not self._is_new(cls, "held" if is_held else "named"):
             return
-        made = [base for base in cls.__mro__ if base.__flags__ & HEAP_TYPE and not is_library(base.__module__)]
-        attributes = {name: value for base in made for name, value in vars(base).items() if not name.startswith("__")}
-        names = {name for name, value in attributes.items() if code or not isinstance(value, CODE)}
+        if type(cls) is not type:
+            self._class(type(cls), is_held=True)
+        of_users = [base for base in _made_of(cls) if not is_library(base.__module__)]
+        own = [base for base in of_users if not is_installed(base.__module__)]
+        with_code = is_held or bool(own)
+        bases = _made_of(cls) if issubclass(cls, nn.Module) else of_users  # `forward` of torch's modules calls others
+        attributes = [*chain.from_iterable(vars(base).items() for base in bases)]
+        names = {name for name, value in attributes if with_code or not isinstance(value, CODE)} - UNREAD
         self._classes[cls] = self._classes.get(cls, frozenset()) | names
+        unread = UNREAD if is_held else UNREAD - MAKES
+        for name, value in chain.from_iterable(list(vars(base).items()) for base in own):
+            if name.startswith("__") and name not in unread and isinstance(value, CODE):
+                self._class_name(cls, name)
 
     def _module(self, root: nn.Module) -> None:
         for module in root.modules():
             if not self._is_new(module):
                 continue
             self.found.modules.append(module)
-            cls = type(module)
-            self._class_name(cls, "forward")
+            self._class(type(module), is_held=True)
             for hooks in HOOKS:
                 for hook in list(getattr(module, hooks, {}).values()):
-                    self._value(hook, None)
+                    self._value(hook)
                     self.found.objects.append(hook.__self__ if isinstance(hook, MethodType) else hook)
-            for name, value in list(module.__dict__.items()):
+            for name, value in [*module.__dict__.items(), *in_slots(module).items()]:
                 if name not in TABLES and name not in HOOKS:
-                    self._value(value, cls)
+                    self._value(value)
 
     def _class_name(self, cls: type, name: str) -> None:
-        """An attribute of a class, where it is defined."""
-        base = next((base for base in cls.__mro__ if name in vars(base)), None)
-        if base is None or base in BASES or not self._is_new(cls, name):
+        """An attribute of a class wherever it is defined, for what overrides another one may call it."""
+        if not self._is_new(cls, name):
             return
-        self._value(vars(base)[name], cls)
-        if isinstance(vars(base)[name], classmethod) or name in ("__dict__", "__class__"):
-            return  # what is read from the class is another object each time
-        if not hasattr(cls, name):
-            return  # a descriptor that answers for objects only, as `forward` of torch.jit.ScriptModule does
-        # Of torch's own classes only what users are known to replace: there are many, and each costs time in each call.
-        if name == "forward" or cls.__module__.partition(".")[0] != "torch":
-            self.found.classes.append((cls, name))
+        defining = [base for base in _made_of(cls) if name in vars(base)]
+        for base in defining:
+            owner, value, installed = base, vars(base)[name], is_installed(base.__module__)
+            self._value(value)
+            if base is defining[0]:
+                owner = cls  # which may get one of its own
+            elif installed and not isinstance(value, CODE):
+                continue
+            # Of torch's own classes only what users are known to replace: there are many, and each costs time in each
+            # call.
+            if name != "forward" and package_of(owner.__module__) == "torch":
+                continue
+            if type(value) in STEADY or not hasattr(type(value), "__get__"):
+                self.found.classes.append((owner, name))
+            elif not installed:
+                self.found.places.append((OfClass(owner, name), name))
 
-    def _function(self, function: FunctionType, cls: type | None) -> None:
-        if not self._is_new(function.__code__, cls):
+    def _function(self, function: FunctionType) -> None:
+        if not self._is_new(function):
             return
-        names = set(_names_in(function.__code__))
+        made_in, code = function.__globals__.get("__name__"), function.__code__
+        if package_of(made_in) == "tsopt":  # a hybrid, of which the model reads no more than what it was made of
+            self._value(vars(function).get("__wrapped__"))
+            return
+        if id(code) not in self._names:
+            self._names[id(code)] = frozenset(names_in(code))
+        names = self._names[id(code)]
         self.found.names |= names
-        for name in names if cls is not None else ():
-            assert cls is not None
-            self._class_name(cls, name)
-        if is_library(function.__module__):
+        is_users = not is_library(function.__module__)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":  # of which only `super` is asked
+                self._cell(cell, is_users)
+        if is_library(made_in):  # also what a decorator of torch puts around a function of the user's
             return
         self.found.functions.append(function)
-        for cell in function.__closure__ or ():
-            self._cell(cell, cls)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for value in defaults:
-            self._value(value, None)
+            self._value(value)
         self.found.held += defaults
-        for name in names & function.__globals__.keys():
-            self._global(function.__globals__, name, names)
+        if vars(function):
+            self._namespace(vars(function))
+        self._places(function.__globals__, names, names)
+        # Installed packages import a great deal for cases that are none here.
+        for module, imported in () if is_installed(made_in) else imported_by(function):
+            if not _is_torchs(module):
+                self._places(vars(module), imported or names, names)
 
-    def _cell(self, cell: CellType, cls: type | None) -> None:
+    def _cell(self, cell: CellType, is_users: bool) -> None:
         value = content_of(cell)
         if value is ABSENT:
             return
-        self._value(value, cls)
-        if self._is_new(cell):
+        self._value(value)
+        if is_users and self._is_new(cell):
             self.found.cells.append(cell)
 
-    def _global(self, place: dict[str, Any], name: str, names: set[str]) -> None:
-        value = place[name]
-        if not self._is_new(place, name):
-            return
-        if isinstance(value, ModuleType):
-            if value.__name__.partition(".")[0] not in ("torch", "builtins"):
-                for inner in names & vars(value).keys():
-                    if not isinstance(vars(value)[inner], ModuleType):
-                        self._global(vars(value), inner, names)
-            return
-        if not self._value(value, None) or isinstance(value, (FunctionType, nn.Module)):
-            self.found.places.append((place, name))
+    def _namespace(self, namespace: dict[str, Any]) -> None:
+        """The attributes of something that is reached as a value: which functions will read them is not known."""
+        if self._is_new(namespace):
+            self._namespaces.append(namespace)
+
+    def _places(self, namespace: dict[str, Any], names: Set[str], below: Set[str]) -> None:
+        """The globals of a function, or the attributes of a Python module or a function, that have these names.
+
+        Args:
+            below: names that count of what Python modules among them hold.
+        """
+        of_library = is_library(namespace.get("__name__"))
+        for name in sorted(names & namespace.keys() - SET_BY_PYTHON):
+            value = namespace[name]
+            if of_library and isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+                continue  # which nobody replaces
+            if isinstance(value, ModuleType):
+                if _is_torchs(value):
+                    continue
+                if below is self.found.names:  # which will be more
+                    self._namespace(vars(value))
+                elif self._is_new(value, below):
+                    self._places(vars(value), below, below)
+                if not is_library(value.__name__) and self._is_new(namespace, name):
+                    self.found.places.append((namespace, name))
+            elif self._is_new(namespace, name):
+                self.found.places.append((namespace, name))
+                self._value(value)
 
 
 def content_of(cell: CellType) -> Any:
@@ -231,16 +296,16 @@ def content_of(cell: CellType) -> Any:
         return ABSENT
 
 
-def _namespace(value: Any) -> dict[str, Any]:
+def _made_of(cls: type) -> list[type]:
+    """A class and its bases, those of C and torch's module apart."""
+    return [base for base in cls.__mro__ if base.__flags__ & HEAP_TYPE and base not in BASES]
+
+
+def _is_torchs(module: ModuleType) -> bool:
+    return package_of(module.__name__) in ("torch", "builtins")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object itself; none of what makes them when it is asked."""
     found = getattr(value, "__dict__", None)
     return found if type(found) is dict else {}
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():  # as in getattr(self, "scale", 1.0)
-            yield constant

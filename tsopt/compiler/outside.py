@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tsopt.compiler.contents import Contents, holds_tensor, is_library
-from tsopt.compiler.model_reads import ABSENT, Reads, content_of, reads_of
+from tsopt.compiler.model_reads import Reads, content_of, reads_of
 from tsopt.compiler.other_threads import others_run
+from tsopt.compiler.places import ABSENT
 
 
 class Outside:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from tsopt.compiler.calls.snapshot import elements_of, slot_names
-from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
+from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
+from tsopt.compiler.places import ABSENT
 from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.alike import alike, all_alike, differ
