@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +89,72 @@ def test_a_callback_is_called_each_time(always_faster):
         before = len(seen)
         close(net(X, seen.append), X * 2)
     assert len(seen) == before + 1
+
+
+SEEN, COUNTED, LOCAL = [], contextvars.ContextVar("counted", default=0), threading.local()
+
+
+class Logs(nn.Module):
+    """Counts in a method that is not `forward`."""
+
+    def seen(self, x):
+        SEEN.append(1)
+        return x
+
+
+class OfMethod(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logs = Logs()
+
+    def forward(self, x):
+        return self.logs.seen(x) * 2
+
+
+class InContext(nn.Module):
+    def forward(self, x):
+        COUNTED.set(COUNTED.get() + 1)
+        return x * 2
+
+
+class InThread(nn.Module):
+    def forward(self, x):
+        LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+        return x * 2
+
+
+COUNTS = {
+    OfMethod: lambda: len(SEEN),
+    InContext: COUNTED.get,
+    InThread: lambda: getattr(LOCAL, "calls", 0),
+}
+
+
+@pytest.mark.parametrize("cls", COUNTS)
+def test_what_each_call_changes_outside_is_left_to_eager(always_faster, cls):
+    before, net = COUNTS[cls](), tsopt.hybridize(cls().eval(), **QUICK)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="a call changes .* outside of the model"):
+            net(X)
+        for _ in range(3):
+            net(X)
+    assert COUNTS[cls]() == before + 4
+
+
+def test_what_a_context_has_only_during_a_call_is_no_change(always_faster):
+    class Sets(nn.Module):
+        def forward(self, x):
+            reset = COUNTED.set(3)
+            try:
+                return x * COUNTED.get()
+            finally:
+                COUNTED.reset(reset)
+
+    net = tsopt.hybridize(Sets().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            close(net(X), X * 3)
+    assert (tsopt.report(net).in_eager, compiled_of(net).fast.executable is None) == ({}, False)
 
 
 class Keeps(nn.Module):

@@ -6,7 +6,9 @@ Code is analyzed, not run: a `getattr` with a computed name is not found, except
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -19,7 +21,7 @@ from torch import nn
 from tsopt.compiler.calls.snapshot import elements_of, in_slots
 from tsopt.compiler.code_names import imported_by, names_in
 from tsopt.compiler.contents import HEAP_TYPE, is_installed, is_library, package_of
-from tsopt.compiler.places import ABSENT, OfClass
+from tsopt.compiler.places import ABSENT, InContext, InThread, OfClass
 
 SEARCHED = 4000  # containers and objects that are looked through
 PARTS = 64  # of a container that is looked through
@@ -136,6 +138,10 @@ class _Search:
         elif isinstance(value, ModuleType):
             if not _is_torchs(value):
                 self._namespace(vars(value))
+        elif isinstance(value, ContextVar):
+            if self._is_new(value):
+                self.found.places.append((InContext(value), value.name))
+                self._value(value.get(None))
         else:
             self._parts(value)
 
@@ -152,7 +158,9 @@ class _Search:
         self._searched += 1
         if is_users:
             self._class(cls, is_held=True)
-        if is_container and attributes:
+        if isinstance(value, threading.local):
+            self.found.places.append((InThread(value, self.found.names), *InThread.names))
+        elif is_container and attributes:
             self._namespace(attributes)
         elif is_users and not is_container:
             self.found.objects.append(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -73,7 +74,9 @@ class Slots(Mapping[str, Any]):
 
 
 def attributes_by_name(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object by name."""
+    """The attributes of an object by name; none of what each thread has for itself (see `compiler/places.py`)."""
+    if isinstance(value, threading.local):
+        return {}
     namespace, slots = getattr(value, "__dict__", None), Slots(value, slot_names(type(value)))
     if not isinstance(namespace, dict):
         return slots
