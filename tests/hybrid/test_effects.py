@@ -123,7 +123,16 @@ class InThread(nn.Module):
         return x * 2
 
 
+class OfClass(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return x * 2
+
+
 COUNTS = {
+    OfClass: lambda: OfClass.calls,
     OfMethod: lambda: len(SEEN),
     InContext: COUNTED.get,
     InThread: lambda: getattr(LOCAL, "calls", 0),

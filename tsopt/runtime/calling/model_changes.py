@@ -231,6 +231,8 @@ class Watch:
             for slot, before in zip(found.slots, self._values, strict=True)
             if id(slot[0]) in outside and not alike(slot[0].get(slot[1], ABSENT), before)
         ]
+        classes = zip(found.classes, self._classes, strict=True)
+        names += [repr(name) for (cls, name), before in classes if not alike(getattr(cls, name, ABSENT), before)]
         cells = zip(found.cells, self._cells, strict=True)
         names += ["a variable of a closure" for cell, before in cells if not alike(content_of(cell), before)]
         return [*dict.fromkeys(names)]
