@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from tsopt.compiler.analysis.non_finite import ATTENTION, BOUNDED, has_both_ends
+from tsopt.compiler.analysis.non_finite import ATTENTION, BOUNDED, is_bounded
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
@@ -56,16 +56,16 @@ def _depending_on(inputs: Iterable[fx.Node], program: Program) -> dict[fx.Node, 
     names = {node: item.name for node, item in zip(places, program.signature.inputs, strict=True)}
     found = {node: names[node] for node in inputs}
     for node in program.calls() if found else ():
-        on = next((found[operand] for operand in _ranging(node) if operand in found), None)
+        on = next((found[operand] for operand in _ranging(program, node) if operand in found), None)
         if on is not None:
             found[node] = on
     return found
 
 
-def _ranging(node: fx.Node) -> list[fx.Node]:
+def _ranging(program: Program, node: fx.Node) -> list[fx.Node]:
     """The operands that the range of a result depends on."""
     name = base_name(node)
-    if name in WITHIN or not _is_real(node) or (name == "clamp" and has_both_ends(node)):
+    if name in WITHIN or not _is_real(node) or is_bounded(program, node):
         return []
     return [ops.bind(node)["value"]] if name == ATTENTION else list(node.all_input_nodes)
 

@@ -74,7 +74,7 @@ def _by_the_exporter(node: fx.Node) -> str:
     name = base_name(node)
     call = ops.bind(node)
     x: Any = next(iter(node.all_input_nodes), None)
-    value = x.meta.get("val") if x is not None else None
+    value: Any = x.meta.get("val") if x is not None else None
     if node.target in ops.STRIDED and not (_is_whole(node, x) and ops.reads_within(node, value)):
         return f"{ops.name_of(node)} reads memory that is not part of its argument"
     if name == "scatter_reduce" and call["reduce"] == "mean":
