@@ -308,7 +308,7 @@ def test_complex_outputs_are_compared_as_numbers(metric):
 def test_a_bundle_in_int8_can_be_loaded_on_another_machine(monkeypatch, tmp_path, backend, variant):
     name = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}[backend]
     fast_timings(monkeypatch, f"{name}, precision {variant}")
-    data = [torch.randn(1, 64, generator=seeded(i)) for i in range(8)]
+    data = [torch.randn(8, 64, generator=seeded(i)) for i in range(8)]
     calibration = None if variant != "int8-static" else data
     fast = optimized(mlp(64, 64, 64), data[0], calibration=calibration, backends=(backend,))
     assert fast.report.winner == f"{name}, precision {variant}"
