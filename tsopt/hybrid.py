@@ -244,6 +244,8 @@ def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
         compiled = self._tsopt_compiled
         if self.__dict__ is not compiled.model.__dict__:
             return cls.forward(self, *args, **kwargs)
+        if "forward" in self.__dict__:  # what is compiled then: it may call the class's own, which is this one
+            return type(compiled.model).forward(compiled.model, *args, **kwargs)
         eager = compiled.model.forward
         hooked = any(getattr(self, name, None) for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
         return eager(*args, **kwargs) if hooked else compiled(args, kwargs, eager)
