@@ -21,6 +21,7 @@ from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.report import Report
 
 Model = TypeVar("Model", bound=Callable[..., Any])
+CLASS: Any = vars(object)["__class__"]  # past what hybrids tell
 
 
 @overload
@@ -149,7 +150,30 @@ def _class_of_model(cls: type) -> type:
     return cls.__bases__[-1] if "_tsopt_compiled" in vars(cls) else cls
 
 
-class _Hybrid:
+def _told_class(module: Any) -> type:
+    """The class of the model. Code that replaces `forward` or puts a property on a class asks for it."""
+    compiled = _behind(module)
+    return _class_of_model(type(module)) if compiled is None else type(compiled.model)
+
+
+def _give_class(module: Any, cls: type) -> None:
+    """Gives the model another class, as parametrizations do, and with it the hybrid."""
+    compiled = _behind(module)
+    if compiled is None:
+        CLASS.__set__(module, cls)
+        return
+    model: Any = compiled.model
+    model.__class__ = _class_of_model(cls)
+    CLASS.__set__(module, _class(model, compiled))
+
+
+class _AsModel:
+    """A base class of its own: one whose methods call `super()` cannot name its `__class__`."""
+
+    __class__ = property(_told_class, _give_class)  # type: ignore[assignment]
+
+
+class _Hybrid(_AsModel):
     """Mixin that intercepts the call of a module. Everything else is the module's own.
 
     Other objects of its class, which `type(hybrid)(...)` and class methods make, are as those of the model's class.
@@ -209,16 +233,20 @@ def _copied(module: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
+    made: nn.Module = object.__new__(_class(model, compiled))
+    made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
+    return made
+
+
+def _class(model: nn.Module, compiled: Compiled) -> type:
+    """The class of a hybrid of this model."""
     cls = type(model)
     names = {"_tsopt_compiled": compiled, "__module__": cls.__module__, "__doc__": cls.__doc__}
     if cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl:  # else the two differ
         names["forward"] = _forward(cls)
     slots = {name: getattr(cls, name) for name in slot_names(cls)}
     names |= {name: _shared(slot, model) for name, slot in slots.items() if isinstance(slot, MemberDescriptorType)}
-    bases = (cls,) if issubclass(cls, _Hybrid) else (_Hybrid, cls)
-    made: nn.Module = object.__new__(type(cls.__name__, bases, names))
-    made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
-    return made
+    return type(cls.__name__, (cls,) if issubclass(cls, _Hybrid) else (_Hybrid, cls), names)
 
 
 def _shared(slot: Any, model: nn.Module) -> property:
