@@ -94,7 +94,9 @@ class Compiled:
             return self._looked_at(args, kwargs, eager)
         fast = self.fast
         # Another thread may give it up between two of these questions.
-        if fast is None or self._reason(args, kwargs) or self._changed() or self.fast is not fast:
+        watch = self._watch
+        unsure = fast is None or watch is None or self._reason(args, kwargs) or watch.changed()
+        if unsure or self.fast is not fast:
             fast = self._ready(args, kwargs)
         return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
 

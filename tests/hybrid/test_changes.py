@@ -144,16 +144,24 @@ def test_a_counter_that_the_model_writes_is_no_change_of_weights(calls):
     assert len(calls) == 1
 
 
+def cut(net):
+    for owner, name in ((net.layers[3], "weight"), (net.layers[3], "bias"), (net, "shift")):
+        getattr(owner, name).data = getattr(owner, name).data[:2]
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        cut,
+        lambda net: setattr(net.layers[3], "_parameters", dict(nn.Linear(16, 3)._parameters)),
+        lambda net: setattr(net.layers[1], "__class__", nn.Tanh),
         lambda net: setattr(net, "scale", 3.0),
         lambda net: net.layers[0].register_forward_hook(lambda module, args, output: output + 1),
         lambda net: net.layers.append(nn.Tanh()),
         lambda net: setattr(net.layers[1], "forward", torch.tanh),
         lambda net: setattr(net.layers[0].weight, "data", net.layers[0].weight.data.flip(0)),
     ],
-    ids=["attribute", "hook", "module", "forward", "data"],
+    ids=["cut", "table", "class", "attribute", "hook", "module", "forward", "data"],
 )
 def test_what_is_seen_at_the_call_is_right_at_the_next_one(always_faster, change):
     net = tsopt.hybridize(Net().eval(), **QUICK)

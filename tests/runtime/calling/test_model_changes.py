@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import OrderedDict
 
@@ -16,6 +17,7 @@ FACTOR = 1.0
 TABLE = {"gain": 1.0}
 OFFSET = torch.zeros(4)
 UNREAD = 1.0
+MANY = dict.fromkeys(map(str, range(100)), 1.0)
 
 
 def helper(x):
@@ -30,6 +32,14 @@ class Act:
         return x * self.slope
 
 
+class OtherAct(Act):
+    """Another class with the same attributes."""
+
+
+def identity(module, args, output):
+    return output
+
+
 class Net(nn.Module):
     temperature = 1.0
 
@@ -41,7 +51,8 @@ class Net(nn.Module):
         self.scale, self.gains, self.extras = 1.0, [1.0], OrderedDict(plus=0.0)
         self.nothing, self.pair, self.plain = [], (torch.ones(4), 1), torch.ones(4)
         self.config = types.SimpleNamespace(gain=1.0, inner=types.SimpleNamespace(bias=0.0))
-        self.act, self.calls, self.log = Act(), 0, []
+        self.act, self.calls, self.log, self.many = Act(), 0, [], [1.0] * 100
+        self.drop.register_forward_hook(identity)
 
     @property
     def doubled(self):
@@ -58,7 +69,7 @@ class Net(nn.Module):
         x = helper(self.act(x)) * self.config.gain + self.config.inner.bias
         for layer in self.more:
             x = layer(x)
-        return x * TABLE["gain"] + OFFSET
+        return x * TABLE["gain"] + OFFSET + len(self.many) + len(MANY) + ("torch" in sys.modules)
 
 
 @pytest.fixture
@@ -70,6 +81,9 @@ CHANGES = {
     "in place": lambda net, patch: net.layer.weight.add_(1),
     "other memory": lambda net, patch: setattr(net.layer.weight, "data", torch.ones(4, 4)),
     "turned": lambda net, patch: setattr(net.layer.weight, "data", net.layer.weight.data.t()),
+    "cut": lambda net, patch: setattr(net.layer.weight, "data", net.layer.weight.data[:2]),
+    "cut, of one dimension": lambda net, patch: setattr(net.shift, "data", net.shift.data[:2]),
+    "a dimension more": lambda net, patch: setattr(net.plain, "data", net.plain.data[:, None]),
     "a new parameter": lambda net, patch: setattr(net.layer, "weight", nn.Parameter(torch.ones(4, 4))),
     "a buffer removed": lambda net, patch: delattr(net, "shift"),
     "training below": lambda net, patch: net.norm.train(),
@@ -77,6 +91,12 @@ CHANGES = {
     "a module less": lambda net, patch: net.more.__delitem__(0),
     "a hook": lambda net, patch: net.norm.register_forward_hook(lambda *_: None),
     "a pre-hook": lambda net, patch: net.register_forward_pre_hook(lambda *_: None),
+    "all hooks": lambda net, patch: setattr(net.drop, "_forward_hooks", OrderedDict()),
+    "a table": lambda net, patch: setattr(net.layer, "_parameters", dict(nn.Linear(4, 4)._parameters)),
+    "all attributes": lambda net, patch: net.layer.__dict__.update(nn.Linear(4, 4).eval().__dict__),
+    "the order of modules": lambda net, patch: setattr(net, "_modules", dict(reversed(net._modules.items()))),
+    "a class": lambda net, patch: setattr(net.more[0], "__class__", nn.Sigmoid),
+    "the class of a plain object": lambda net, patch: setattr(net.act, "__class__", OtherAct),
     "forward": lambda net, patch: setattr(net.drop, "forward", lambda x: x),
     "forward of the class": lambda net, patch: patch.setattr(Net, "forward", lambda self, x: x),
     "forward of a class of torch": lambda net, patch: patch.setattr(nn.BatchNorm1d, "forward", None, raising=False),
@@ -93,6 +113,8 @@ CHANGES = {
     "a tensor in a tuple": lambda net, patch: net.pair[0].add_(1),
     "a tensor attribute": lambda net, patch: setattr(net, "plain", torch.zeros(4)),
     "a tensor attribute in place": lambda net, patch: net.plain.add_(1),
+    "a value more in a long list": lambda net, patch: net.many.append(1.0),
+    "a value more in a long global dict": lambda net, patch: patch.setitem(MANY, "more", 1.0),
     "a configuration": lambda net, patch: setattr(net.config, "gain", 2.0),
     "an object below": lambda net, patch: setattr(net.config.inner, "bias", 2.0),
     "a callable object": lambda net, patch: setattr(net.act, "slope", 2.0),
@@ -132,6 +154,7 @@ NO_CHANGES = {
     "the same value again": lambda net: setattr(net, "scale", 1.0),
     "a global that nothing reads": lambda net: globals().__setitem__("UNREAD", 2.0),
     "eval mode again": lambda net: net.eval(),
+    "an equal table": lambda net: setattr(net.layer, "_parameters", dict(net.layer._parameters)),
 }
 
 
@@ -139,6 +162,21 @@ NO_CHANGES = {
 def test_what_is_no_change(net, name):
     watch = Watch(net)
     NO_CHANGES[name](net)
+    assert not watch.changed()
+
+
+@pytest.mark.parametrize("table", ["_forward_hooks", "_parameters", "_modules"])
+def test_an_equal_table_is_the_one_that_is_looked_at_from_then_on(net, table):
+    watch = Watch(net)
+    setattr(net.more, table, getattr(net.more, table).copy())
+    assert not watch.changed()
+    getattr(net.more, table)["new"] = nn.Tanh() if table == "_modules" else None
+    assert watch.changed()
+
+
+def test_what_grows_whatever_the_model_does_is_no_change(net, monkeypatch):
+    watch = Watch(net)
+    monkeypatch.setitem(sys.modules, "another_module", types.ModuleType("another_module"))
     assert not watch.changed()
 
 
@@ -225,7 +263,11 @@ def test_large_containers_are_not_walked_through_at_every_call():
         def forward(self, x):
             return x + self.words[0]
 
-    assert len(Watch(Holds())._held) < 1000
+    net = Holds()
+    watch = Watch(net)
+    assert len(watch._held) < 1000
+    net.words[7] = 0
+    assert not watch.changed()
 
 
 # Weights: known again by their values.

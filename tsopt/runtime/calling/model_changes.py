@@ -1,38 +1,34 @@
 """Whether a model has changed since it was compiled, as far as that can be detected at every call.
 
-Detected: tensors written in place or given other memory; parameters, buffers, modules and hooks that are replaced,
-added or removed; training flags; attributes, globals and closures that its Python code reads (`model_reads.py`), and
-the contents of lists, dicts and plain objects among them. Not detected: values written through numpy
-or `.data`, other than by a step of an optimizer.
+Detected: tensors written in place, given other memory or another shape; parameters, buffers, modules and hooks that are
+replaced, added or removed, one by one or with their tables; classes of modules; training flags; attributes, globals and
+closures that its Python code reads (`model_reads.py`), and the contents of lists, dicts and plain objects among them.
+Not detected: values written through numpy or `.data`, other than by a step of an optimizer; a replaced `__dict__`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from operator import attrgetter
-from types import CellType, FunctionType, ModuleType
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 
-from tsopt.compiler.calls.snapshot import elements_of, slot_names
-from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
+from tsopt.compiler.model_reads import Reads, content_of, reads_of
 from tsopt.compiler.places import ABSENT
 from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
-from tsopt.runtime.calling.alike import alike, all_alike, differ
-from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name, kind_of, readable, values_of
+from tsopt.runtime.calling.alike import Kept, alike, all_alike
+from tsopt.runtime.calling.reading import kind_of, values_of
+from tsopt.runtime.calling.tensor_marks import TensorMarks
+from tsopt.runtime.calling.watched_places import OWN, WatchedPlaces
 from tsopt.runtime.calling.weights import has_place
 
-CONTENTS = 64  # values in a container that is compared; longer ones are for audits
-MOST = 512  # and how many of them
-Slot = tuple[Mapping[str, Any], str]
-_version, _place, _strides = attrgetter("_version"), torch.Tensor.data_ptr, torch.Tensor.stride
 _cell: Any = attrgetter("cell_contents")
-_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_code, _defaults, _kwdefaults = attrgetter("__code__"), attrgetter("__defaults__"), attrgetter("__kwdefaults__")
+_own: Any = itemgetter(*OWN)
 
 
 class Watch:
@@ -51,92 +47,79 @@ class Watch:
         reads = model if isinstance(model, Reads) else reads_of(model)
         self.modules, self.asks = reads.modules, frozenset(reads.names)
         self.written: list[torch.Tensor] = list(written)
-        self._found = _Found(reads)
+        self._found = WatchedPlaces(reads)
         self._flags = training_of(self.modules)
+        # Not renewed: what was found below others is not looked at.
+        self._types, self._own = [*map(type, self._found.typed)], [*map(_own, self._found.whole)]
         self._now()
         unseen_writes.tell(self)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """The tensors that the model computes with, wherever its code finds them."""
-        return (*self._tensors, *self.written)
+        return (*self._marks.tensors, *self.written)
 
-    def _now(self) -> None:
-        """Takes down what is there."""
+    def _now(self, before: TensorMarks | None = None) -> None:
+        """Takes down what is there.
+
+        Args:
+            before: marks of tensors that count as they were then.
+        """
         found, written = self._found, {id(tensor) for tensor in self.written}
         self._views = [*map(values_of, found.containers)]
         self._held = [*chain.from_iterable(self._views)]
         self._values = [place[name] for place, name in found.slots]
         self._classes = [getattr(cls, name) for cls, name in found.classes]
         self._cells = [content_of(cell) for cell in found.cells]
-        functions = chain.from_iterable(map(_function, found.functions))
-        self._all = [*self._held, *self._values, *self._classes, *self._cells, *functions]
+        self._all = Kept([*self._held, *self._values, *self._classes, *self._cells, *self._of_functions()])
         self._sizes = [*map(len, found.tables)]
-        self._keys, self._lengths = [*chain.from_iterable(found.keyed)], [*map(len, found.sized)]
+        self._keys, self._lengths = Kept([*chain.from_iterable(found.keyed)]), [*map(len, found.sized)]
         # Tensors by what holds them: whatever code reads, however it is reached.
         held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         unique = {id(tensor): tensor for tensor in tensors if id(tensor) not in written and has_place(tensor)}
-        self._tensors = [*unique.values()]
-        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._shaped = [tensor for tensor in self._tensors if tensor.dim() > 1]
-        self._versions = [*map(_version, self._counted)]
-        self._expected: list[int] | None = self._versions  # None while statistics are in doubt
-        self._doubted: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what they were
-        self._places = [*map(_place, self._tensors)]
-        self._strides = [*map(_strides, self._shaped)]
+        self._marks = TensorMarks(unique.values(), before)
 
     def leave_out(self, written: Iterable[torch.Tensor]) -> None:
         """Tensors whose values do not count any more."""
         self.written += written
-        out, marks = {id(tensor) for tensor in self.written}, self._marks()
-        self._tensors = [tensor for tensor in self._tensors if id(tensor) not in out]
-        self._counted = [tensor for tensor in self._counted if id(tensor) not in out]
-        self._shaped = [tensor for tensor in self._shaped if id(tensor) not in out]
-        self._as_marked(*marks)
-
-    def _marks(self) -> tuple[dict[int, int], dict[int, int], dict[int, tuple[int, ...]]]:
-        """The versions, places and strides of tensors as they count, by their ids."""
-        versions, places = (
-            zip(self._counted, self._versions, strict=True),
-            zip(self._tensors, self._places, strict=True),
-        )
-        strides = zip(self._shaped, self._strides, strict=True)
-        return {id(t): v for t, v in versions}, {id(t): p for t, p in places}, {id(t): s for t, s in strides}
-
-    def _as_marked(self, versions: dict[int, int], places: dict[int, int], strides: dict[int, tuple[int, ...]]) -> None:
-        """Tensors that have marks count as these say; others as they are."""
-        self._versions = [versions[id(t)] if id(t) in versions else _version(t) for t in self._counted]
-        self._places = [places[id(t)] if id(t) in places else _place(t) for t in self._tensors]
-        self._strides = [strides[id(t)] if id(t) in strides else _strides(t) for t in self._shaped]
-        self._expected = None if self._doubted else self._versions
+        self._marks.leave_out(frozenset(id(tensor) for tensor in self.written))
 
     def changed(self) -> bool:
         """Whether anything is not what it was. Microseconds, and one of them for each two or three tensors."""
         found = self._found
         try:
             same = (
-                [*map(_version, self._counted)] == self._expected
-                and [*map(_place, self._tensors)] == self._places
-                and [*map(_strides, self._shaped)] == self._strides
+                self._marks.hold()
                 and not any(found.empty)
-                and [*map(len, found.sized)] == self._lengths
-                and all_alike([*chain.from_iterable(found.keyed)], self._keys)
+                and (not found.sized or self._are_sized())
                 and [*map(len, found.tables)] == self._sizes
-                and all_alike(
+                and [*map(type, found.typed)] == self._types
+                # Equal ones are as good: what they hold is compared at each call.
+                and [*map(_own, found.whole)] == self._own
+                and self._all.alike(
                     [
                         *chain.from_iterable(self._views),
                         *[place[name] for place, name in found.slots],
                         *[getattr(cls, name) for cls, name in found.classes],
-                        *map(_cell, found.cells),
-                        *chain.from_iterable(map(_function, found.functions)),
-                    ],
-                    self._all,
+                        *(map(_cell, found.cells) if found.cells else ()),
+                        *(self._of_functions() if found.functions else ()),
+                    ]
                 )
             )
         except Exception:  # a name that is gone, a tensor that is compared with another one: neither is what it was
             same = False
         return not same and not self._is_settled() and not self._is_only_more()
+
+    def _are_sized(self) -> bool:
+        """Whether containers have as many values as they had, and dicts the same keys."""
+        found = self._found
+        same = [*map(len, found.sized)] == self._lengths
+        return same and self._keys.alike([*chain.from_iterable(found.keyed)])
+
+    def _of_functions(self) -> list[Any]:
+        functions = self._found.functions
+        return [*map(_code, functions), *map(_defaults, functions), *map(_kwdefaults, functions)]
 
     def _is_only_more(self) -> bool:
         """Whether all that differs is attributes that nothing reads; they are part of what is there from now on."""
@@ -154,29 +137,18 @@ class Watch:
         return not self.changed()
 
     def was_written(self, places: frozenset[int]) -> None:
-        if any(unseen_writes.place_of(tensor) in places for tensor in self._counted):
-            self._versions, self._doubted = [-1] * len(self._counted), []
-            self._expected = self._versions
+        self._marks.was_written(places)
 
     def doubt(self) -> None:
         """Before a call in training mode: statistics that it may write without raising a version, as batch norm does.
 
         They are compared by value when somebody asks again.
         """
-        if self._expected is not None:
-            small = [tensor for tensor in self._counted if tensor.dim() < 2 and not tensor.requires_grad]
-            self._doubted = [(tensor, tensor.detach().clone()) for tensor in small]
-            self._expected = None if small else self._versions
+        self._marks.doubt()
 
     def _is_settled(self) -> bool:
         """Whether statistics that were in doubt are what they were, as all else is."""
-        if not self._doubted:
-            return False
-        counted = {id(tensor) for tensor in self._counted}
-        if any(differ(*pair) for pair in self._doubted if id(pair[0]) in counted):
-            return False
-        self._expected, self._doubted = self._versions, []
-        return not self.changed()
+        return self._marks.settle() and not self.changed()
 
     def training_changed(self) -> bool:
         """Whether modules are in training mode that were not, or the other way round."""
@@ -193,14 +165,33 @@ class Watch:
             call: makes one.
             kept: puts back what further ones change outside.
         """
+        long = self._in_long()
         call()
-        if not self._changed_outside() and not self._changed_inside():
+        if not any(self._changes(long)):
             return [], []
         self._found.add_new(self.asks)
         self.renew(but_writes=True)
         with kept():
+            long = self._in_long()
             call()
-            return self._changed_outside(), self._changed_inside()
+            return self._changes(long)
+
+    def _in_long(self) -> list[list[Any]]:
+        """What is in containers that are too long to be compared at each call."""
+        return [[*held, *values_of(held)] for held in self._found.long]
+
+    def _changes(self, long: list[list[Any]]) -> tuple[list[str], list[str]]:
+        """What differs now: outside of the model, and in it.
+
+        Args:
+            long: what was in long containers.
+        """
+        pairs = zip(self._found.long, self._in_long(), long, strict=True)
+        other = [held for held, now, before in pairs if not all_alike(now, before)]
+        outside = [f"a {kind_of(held)}" for held in other if id(held) in self._found.outside]
+        inside = [f"a {kind_of(held)}" for held in other if id(held) not in self._found.outside]
+        outside, inside = self._changed_outside() + outside, self._changed_inside() + inside
+        return [*dict.fromkeys(outside)], [*dict.fromkeys(inside)]
 
     def _changed_inside(self) -> list[str]:
         """Attributes of modules, and of objects that they hold, which differ now."""
@@ -214,7 +205,7 @@ class Watch:
             names += [repr(name) for name in table if name not in known and name in self.asks]
         lengths = zip(found.sized, self._lengths, strict=True)
         names += [f"a {kind_of(held)}" for held, size in lengths if len(held) != size and id(held) not in outside]
-        return [*dict.fromkeys(names)]
+        return names
 
     def _changed_outside(self) -> list[str]:
         """What differs now and is not part of the model: globals, closures, and what they and hooks hold."""
@@ -235,7 +226,7 @@ class Watch:
         names += [repr(name) for (cls, name), before in classes if not alike(getattr(cls, name, ABSENT), before)]
         cells = zip(found.cells, self._cells, strict=True)
         names += ["a variable of a closure" for cell, before in cells if not alike(content_of(cell), before)]
-        return [*dict.fromkeys(names)]
+        return names
 
     def leave_out_changes(self) -> None:
         """What differs now, tensors apart, was changed by the model's own call: it does not count any more."""
@@ -259,6 +250,7 @@ class Watch:
         ]
         out = {id(container) for container in found.containers} - {id(container) for container in kept}
         out |= {id(container) for container in found.empty if container}
+        out |= {id(held) for held, size in zip(found.sized, self._lengths, strict=True) if len(held) != size}
         found.keyed = [held for held in found.keyed if id(held) not in out]
         found.sized = [held for held in found.sized if id(held) not in out]
         found.containers, found.slots = kept, slots
@@ -268,8 +260,7 @@ class Watch:
 
     def was_overwritten(self) -> bool:
         """Whether tensors have been written to, or have been given other memory."""
-        written = [*map(_version, self._counted)] != self._versions
-        return written or [*map(_place, self._tensors)] != self._places
+        return self._marks.overwritten()
 
     def renew(self, *, but_writes: bool = False) -> None:
         """From now on what counts is how things are now.
@@ -277,95 +268,6 @@ class Watch:
         Args:
             but_writes: what has been written to tensors meanwhile is still a change: other threads may have done it.
         """
-        held, marks, doubted = self._tensors, self._marks(), self._doubted  # `held`: an id is that of one tensor
         self._flags = training_of(self.modules)
         self._found.measure()
-        self._now()
-        if but_writes and held:
-            self._doubted = doubted
-            self._as_marked(*marks)
-
-
-class _Found:
-    """Where to look.
-
-    containers: lists, and dicts whose values count: tables of parameters, buffers, modules, and of hooks.
-    empty: tables that held nothing.
-    slots: single values in dictionaries.
-    tensors: what containers hold.
-    keyed, sized: containers that are not a module's own: dicts, whose keys count, and all, whose lengths do.
-    tables: attributes of each module, and `known`, the names among them.
-    outside: ids of those of containers, and of dictionaries of slots, that no module holds.
-    """
-
-    def __init__(self, reads: Reads) -> None:
-        self.containers: list[Any] = []
-        self.empty: list[Any] = []
-        self.slots: list[Slot] = []
-        self.tensors: list[torch.Tensor] = []
-        self.keyed: list[dict[Any, Any]] = []
-        self.sized: list[Any] = []
-        self.cells: list[CellType] = reads.cells
-        self.functions, self.classes = reads.functions, reads.classes
-        self.tables = [module.__dict__ for module in reads.modules]
-        self.known: list[frozenset[str]] = []
-        self._seen: set[int] = set()
-        held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
-        for module in reads.modules:
-            table = module.__dict__
-            held += [table[name] for name in (*TABLES, *HOOKS) if isinstance(table.get(name), dict)]
-            places = (table, Slots(module, slot_names(type(module))))
-            self.slots += [(at, name) for at in places for name in at if name in reads.names and name not in TABLES]
-        self.slots += reads.places
-        self.containers = [table for table in held if table]
-        self.empty = [table for table in held if not table]
-        inside = len(self.slots) - len(reads.places)
-        self._below([place[name] for place, name in self.slots[:inside]], reads.names)
-        mine = {id(held) for held in (*self.containers, *self.empty, *(place for place, _ in self.slots[:inside]))}
-        mine |= {id(place) for place, _ in self.slots[inside + len(reads.places) :]}
-        values = [place[name] for place, name in reads.places]
-        values += [getattr(cls, name) for cls, name in self.classes]
-        values += [content_of(cell) for cell in self.cells]
-        self._below([*values, *reads.objects, *reads.held], reads.names)
-        everything = (*self.containers, *self.empty, *(place for place, _ in self.slots))
-        self.outside = {id(held) for held in everything} - mine
-        self.measure()
-
-    def _below(self, values: list[Any], names: set[str]) -> None:
-        """What containers and plain objects hold, however deep, as long as it is little."""
-        todo, left = values[::-1], MOST
-        while todo and left:
-            value = todo.pop()
-            if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
-                continue
-            self._seen.add(id(value))
-            left -= isinstance(value, CONTAINERS) or hasattr(value, "__dict__")
-            if isinstance(value, torch.Tensor):
-                self.tensors.append(value)
-            elif isinstance(value, CONTAINERS):
-                held = readable(value)
-                if len(held) <= CONTENTS:
-                    (self.containers if held else self.empty).append(held)
-                    todo.extend(values_of(held))  # not +=, which a proxy answers itself
-                    self.keyed += [held] if isinstance(value, dict) else []
-                    self.sized += [held]
-            elif isinstance(value, tuple):
-                todo += elements_of(value)[:CONTENTS]
-            elif not isinstance(value, (FunctionType, *LEAVES)):
-                attributes = attributes_by_name(value)
-                # Flags may be read by names that are computed, such as those of transformers' configurations.
-                own = [name for name, held in attributes.items() if name in names or held is None or type(held) is bool]
-                self.slots += [(attributes, name) for name in own]
-                todo += [attributes[name] for name in own]
-
-    def add_new(self, names: frozenset[str]) -> None:
-        """Adds the attributes that modules have gained since, if code reads them."""
-        tables = zip(self.tables, self.known, strict=True)
-        self.slots += [(table, name) for table, known in tables for name in table if name in names - known]
-
-    def measure(self) -> None:
-        self.slots = [(place, name) for place, name in self.slots if name in place]
-        self.containers += [table for table in self.empty if table]
-        self.empty = [table for table in self.empty if not table]
-        self.lengths = {id(container): len(container) for container in self.containers}
-        self.known = [frozenset(table) for table in self.tables]
+        self._now(self._marks if but_writes else None)

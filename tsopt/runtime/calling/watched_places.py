@@ -1,0 +1,124 @@
+"""Where a watch looks: the places that hold what a model's Python code reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsopt.compiler.calls.snapshot import elements_of, slot_names
+from tsopt.compiler.contents import HEAP_TYPE, is_library
+from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, content_of
+from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name, readable, values_of
+
+CONTENTS = 64  # values in a container that is compared at each call; of longer ones, it is how many
+MOST = 512  # and how many containers and objects
+OWN = (*TABLES, *HOOKS, "training")  # of each module
+ORDERED = ("_modules", *HOOKS)  # tables whose order counts
+Slot = tuple[Mapping[str, Any], str]
+
+
+class WatchedPlaces:
+    """Where to look.
+
+    containers: lists, and dicts whose values count: tables of parameters, buffers, modules, and of hooks.
+    empty: tables that held nothing.
+    slots: single values in dictionaries.
+    tensors: what containers hold.
+    keyed, sized: containers that are not a module's own: dicts, whose keys count, and all, whose lengths do.
+    long: those of `sized` whose values are too many to be compared at each call.
+    tables: attributes of each module, and `known`, the names among them; `whole`: those with all of OWN.
+    typed: modules and objects, whose classes count.
+    outside: ids of those of containers, and of dictionaries of slots, that no module holds.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self.containers: list[Any] = []
+        self.empty: list[Any] = []
+        self.slots: list[Slot] = []
+        self.tensors: list[torch.Tensor] = []
+        self.keyed: list[dict[Any, Any]] = []
+        self.sized: list[Any] = []
+        self.long: list[Any] = []
+        self.typed: list[Any] = [*reads.modules]
+        self.cells: list[CellType] = reads.cells
+        self.functions, self.classes = reads.functions, reads.classes
+        self.tables = [module.__dict__ for module in reads.modules]
+        self.whole = [table for table in self.tables if all(name in table for name in OWN)]
+        self.known: list[frozenset[str]] = []
+        self._seen: set[int] = set()
+        # What Python or torch holds for the whole process, as `sys.modules`, grows whatever the model does.
+        self._of_process = {id(at[name]) for at, name in reads.places if is_library(at.get("__name__"))}
+        held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
+        for module in reads.modules:
+            table = module.__dict__
+            held += [table[name] for name in (*TABLES, *HOOKS) if isinstance(table.get(name), dict)]
+            names = reads.names.difference(OWN if all(name in table for name in OWN) else TABLES)
+            places = (table, Slots(module, slot_names(type(module))))
+            self.slots += [(at, name) for at in places for name in at if name in names]
+        self.slots += reads.places
+        self.containers = [table for table in held if table]
+        self.empty = [table for table in held if not table]
+        inside = len(self.slots) - len(reads.places)
+        self._below([place[name] for place, name in self.slots[:inside]], reads.names)
+        mine = {id(held) for held in (*self.containers, *self.empty, *self.long)}
+        mine |= {id(place) for place, _ in self.slots[:inside] + self.slots[inside + len(reads.places) :]}
+        values = [place[name] for place, name in reads.places]
+        values += [getattr(cls, name) for cls, name in self.classes]
+        values += [content_of(cell) for cell in self.cells]
+        self._below([*values, *reads.objects, *reads.held], reads.names)
+        everything = (*self.containers, *self.empty, *self.long, *(place for place, _ in self.slots))
+        self.outside = {id(held) for held in everything} - mine
+        self.slots += [(table, name) for table in self.whole for name in ORDERED if len(table[name]) > 1]
+        self.measure()
+
+    def _below(self, values: list[Any], names: set[str]) -> None:
+        """What containers and plain objects hold, however deep, as long as it is little."""
+        todo, left = values[::-1], MOST
+        while todo and left:
+            value = todo.pop()
+            if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            left -= isinstance(value, CONTAINERS) or hasattr(value, "__dict__")
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, CONTAINERS):
+                todo += self._container(value)
+            elif isinstance(value, tuple):
+                todo += elements_of(value)[:CONTENTS]
+            elif not isinstance(value, (FunctionType, *LEAVES)):
+                attributes = attributes_by_name(value)
+                # Flags may be read by names that are computed, such as those of transformers' configurations.
+                own = [name for name, held in attributes.items() if name in names or held is None or type(held) is bool]
+                self.slots += [(attributes, name) for name in own]
+                self.typed += [value] if type(value).__flags__ & HEAP_TYPE else []  # others keep their class
+                todo += [attributes[name] for name in own]
+
+    def _container(self, value: Any) -> list[Any]:
+        """Adds a container; returns what it holds, if that is little."""
+        held = readable(value)
+        if len(held) <= CONTENTS:
+            (self.containers if held else self.empty).append(held)
+            self.keyed += [held] if isinstance(value, dict) else []
+            self.sized.append(held)
+            return [*values_of(held)]
+        if id(value) not in self._of_process:
+            self.sized.append(held)
+            self.long.append(held)
+        return []
+
+    def add_new(self, names: frozenset[str]) -> None:
+        """Adds the attributes that modules have gained since, if code reads them."""
+        tables = zip(self.tables, self.known, strict=True)
+        self.slots += [(table, name) for table, known in tables for name in table if name in names - known]
+
+    def measure(self) -> None:
+        self.slots = [(place, name) for place, name in self.slots if name in place]
+        self.containers += [table for table in self.empty if table]
+        self.empty = [table for table in self.empty if not table]
+        self.lengths = {id(container): len(container) for container in self.containers}
+        self.known = [frozenset(table) for table in self.tables]
