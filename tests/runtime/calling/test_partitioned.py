@@ -281,6 +281,32 @@ def test_an_audit_leaves_what_the_python_of_the_model_counts():
     assert (model.calls, model.count) == (calls + 1, count + 1)
 
 
+MEANS: list[float] = []
+
+
+class Means(nn.Module):
+    """Keeps what its inner values are on average, outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        MEANS.append(float(hidden.mean()))
+        return self.second(hidden)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_an_audit_leaves_what_the_python_of_the_model_collects():
+    fast = due(optimized(Means().eval(), frontend="parts"))
+    MEANS.clear()
+    fast(X)
+    fast(X)
+    assert (fast._audits.count, fast.backend) == (1, "parts")
+    assert len(MEANS) == 2
+
+
 @pytest.mark.usefixtures("parts_win")
 def test_what_parts_do_not_notice_an_audit_finds(monkeypatch):
     monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))

@@ -19,6 +19,7 @@ from torch import fx, nn
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.capture.names import name_of
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import InEvalMode, modules_of, protected, training_of
 from tsopt.compiler.quiet import silent
 from tsopt.compiler.script_state import attributes_written
@@ -109,7 +110,7 @@ class Partitioned:
             return None  # in training mode the model is no reference
         if iterator_in(args, kwargs) is not None:
             return None  # the first of the two calls would consume it
-        with torch.no_grad():
+        with torch.no_grad(), kept_outside(self.model):
             return difference(self._run, self.model, Example(args, kwargs), runs_python=True)
 
     def unwatched(self) -> None:
