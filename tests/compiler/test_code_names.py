@@ -73,3 +73,13 @@ def test_imports(monkeypatch, function):
 
 def test_what_is_not_loaded_is_nothing_yet():
     assert list(imported_by(absolute)) == []
+
+
+def test_imports_behind_many_other_names_are_found(monkeypatch):
+    """Numbers above 255 take a step of their own in the code."""
+    monkeypatch.setitem(sys.modules, "outer", types.ModuleType("outer"))
+    lines = [*(f"    self.name_{i} = {i}.5" for i in range(300)), "    import outer", "    from outer import deep"]
+    space = {"__name__": "made"}
+    exec("\n".join(["def function(self):", *lines]), space)
+    found = {(module.__name__, names) for module, names in imported_by(space["function"])}
+    assert found == {("outer", frozenset()), ("outer", frozenset({"deep"}))}

@@ -128,6 +128,43 @@ def test_the_constructor_is_read_only_where_the_class_is_named():
     assert (Made, "__init__") in reads_of(lambda x: x * -Made()).classes
 
 
+class Registering(type):
+    def __call__(cls, *args):
+        return super().__call__(*args)
+
+
+class Registered(metaclass=Registering):
+    def __post_init__(self):
+        helper(self)
+
+
+def test_what_makes_objects_is_not_read_where_one_is_held():
+    held = Registered()
+    found = reads_of(lambda x: x * held.scale)
+    assert not {(Registered, "__post_init__"), (Registering, "__call__")} & set(found.classes)
+    assert (Registered, "__post_init__") in reads_of(lambda x: Registered() * x).classes
+
+
+def test_the_constructor_of_a_module_that_is_asked_for_is_not_read():
+    found = reads_of(lambda x: x if isinstance(x, Net) else x + 1)
+    assert (Net, "__init__") not in found.classes
+
+
+def test_a_module_of_python_without_a_name_or_a_place_is_read(monkeypatch):
+    class Odd(types.ModuleType):
+        def __getattr__(self, name):
+            raise RuntimeError(f"asked {name}")
+
+    odd = Odd("odd")
+    del odd.__dict__["__name__"]
+    odd.flag = 1.0
+    monkeypatch.setitem(sys.modules, "odd_package", package := types.ModuleType("odd_package"))
+    package.__path__ = None
+    cls = type("Held", (), {"__module__": "odd_package", "flag": 2.0})
+    held = cls()
+    assert (vars(odd), "flag") in reads_of(lambda x: x * odd.flag * held.flag).places
+
+
 def test_operators_of_installed_packages_are_not_read(monkeypatch):
     package = types.ModuleType("installed_package")
     package.__file__ = "/usr/lib/python3/site-packages/installed_package/__init__.py"

@@ -41,8 +41,11 @@ def _imports_in(code: CodeType) -> Iterator[tuple[str, int, frozenset[str]]]:
         level: Any = 0
         names: Any = None
         for step in dis.get_instructions(code):
+            if step.opcode == dis.EXTENDED_ARG:  # a part of the next step
+                continue
             if step.opcode == IMPORT_NAME:  # the two steps before it have the other two
-                yield str(step.argval), level, frozenset(names or ())
+                known = isinstance(level, int) and isinstance(names, tuple | None)
+                yield str(step.argval), level if known else 0, frozenset((names if known else None) or ())
             level, names = names, step.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -123,8 +123,8 @@ def is_installed(module: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_installed(package: str) -> bool:
     found = sys.modules.get(package)
-    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")
-    return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", None) or ()), None)
+    return isinstance(file, str) and not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
 
 
 def holds_tensor(value: Any, depth: int = 3) -> bool:

@@ -33,14 +33,25 @@ STEADY = (FunctionType, property, staticmethod, MemberDescriptorType)  # for whi
 BASES = (nn.Module, object)
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Names that Python sets itself, methods that make objects, and those that no operator, loop or `with` calls: all other
-# methods with such names may run without being named.
+# Names that Python sets itself, methods that run when an object is made, and those that no operator, loop or `with`
+# calls: all other special methods may run without being named.
 SET_BY_PYTHON = frozenset(f"__{name}__" for name in ("doc", "file", "module", "name", "package", "path", "spec"))
-MAKES = frozenset({"__init__", "__new__"})
+MAKES = frozenset({"__init__", "__new__", "__post_init__"})
 APART = (
     *("annotate", "annotate_func", "class", "class_getitem", "copy", "deepcopy", "del", "delattr", "dict", "dir"),
-    *("format", "getnewargs", "getnewargs_ex", "getstate", "init_subclass", "qualname", "reduce", "reduce_ex"),
-    *("repr", "setstate", "sizeof", "str", "subclasshook", "weakref"),
+    *("format", "getnewargs", "getnewargs_ex", "getstate", "init_subclass", "instancecheck", "prepare", "qualname"),
+    *(
+        "reduce",
+        "reduce_ex",
+        "repr",
+        "set_name",
+        "setstate",
+        "sizeof",
+        "str",
+        "subclasscheck",
+        "subclasshook",
+        "weakref",
+    ),
 )
 UNREAD = SET_BY_PYTHON | MAKES | {f"__{name}__" for name in APART}
 
@@ -141,7 +152,7 @@ class _Search:
         elif isinstance(value, ContextVar):
             if self._is_new(value):
                 self.found.places.append((InContext(value), value.name))
-                self._value(value.get(None))
+                self._parts_left.append(value.get(None))
         else:
             self._parts(value)
 
@@ -153,11 +164,11 @@ class _Search:
         is_container, is_users = isinstance(value, (list, tuple, set, dict)), not is_library(cls.__module__)
         parts = list(dict.values(value)) if isinstance(value, dict) else elements_of(value) if is_container else []
         attributes = _attributes(value)
+        if is_users:
+            self._class(cls, is_held=True)
         if (is_container and not parts and not attributes) or not self._is_new(value):
             return
         self._searched += 1
-        if is_users:
-            self._class(cls, is_held=True)
         if isinstance(value, threading.local):
             self.found.places.append((InThread(value, self.found.names), *InThread.names))
         elif is_container and attributes:
@@ -171,8 +182,8 @@ class _Search:
     def _class(self, cls: type, *, is_held: bool) -> None:
         """The attributes of a class that is made in Python, of those that are read by name.
 
-        Of the user's own classes also operators and the like, which run unnamed. There are too many of them in an
-        installed package, and each costs time in each call.
+        Of the user's own classes also operators and other special methods, which run without being named. There are
+        too many of them in an installed package, and each costs time in each call.
 
         Args:
             is_held: the code has an object of the class; otherwise it has the class, and may make objects of it.
@@ -188,7 +199,9 @@ class _Search:
         attributes = [*chain.from_iterable(vars(base).items() for base in bases)]
         names = {name for name, value in attributes if with_code or not isinstance(value, CODE)} - UNREAD
         self._classes[cls] = self._classes.get(cls, frozenset()) | names
-        unread = UNREAD if is_held else UNREAD - MAKES
+        # A module that is named is seldom made in a call, but often asked for by `isinstance`.
+        unread = UNREAD if is_held or issubclass(cls, nn.Module) else UNREAD - MAKES
+        unread = unread | {"__call__"} if issubclass(cls, type) else unread  # of a metaclass: it makes objects
         for name, value in chain.from_iterable(list(vars(base).items()) for base in own):
             if name.startswith("__") and name not in unread and isinstance(value, CODE):
                 self._class_name(cls, name)
@@ -278,7 +291,7 @@ class _Search:
             below: names that count of what Python modules among them hold.
         """
         of_library = is_library(namespace.get("__name__"))
-        for name in sorted(names & namespace.keys() - SET_BY_PYTHON):
+        for name in sorted((names & namespace.keys()) - SET_BY_PYTHON):
             value = namespace[name]
             if of_library and isinstance(value, (FunctionType, BuiltinFunctionType, type)):
                 continue  # which nobody replaces
@@ -289,7 +302,7 @@ class _Search:
                     self._namespace(vars(value))
                 elif self._is_new(value, below):
                     self._places(vars(value), below, below)
-                if not is_library(value.__name__) and self._is_new(namespace, name):
+                if not is_library(vars(value).get("__name__")) and self._is_new(namespace, name):
                     self.found.places.append((namespace, name))
             elif self._is_new(namespace, name):
                 self.found.places.append((namespace, name))
@@ -310,7 +323,7 @@ def _made_of(cls: type) -> list[type]:
 
 
 def _is_torchs(module: ModuleType) -> bool:
-    return package_of(module.__name__) in ("torch", "builtins")
+    return package_of(vars(module).get("__name__")) in ("torch", "builtins")
 
 
 def _attributes(value: Any) -> dict[str, Any]:
