@@ -227,6 +227,8 @@ class Compiled:
             return
         fast.unwatched()
         is_one = isinstance(fast, Optimized)
+        if isinstance(fast, Optimized):
+            fast.new_signatures.refuse = self._refuse_effects
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         before.leave_out(watch.written)
         if is_one and (before.was_overwritten() or held.replaced(watch.written)):
@@ -243,12 +245,26 @@ class Compiled:
             self._overwritten()
             return
         if inside and not outside and not _is_eager(fast):
-            self._warn(f": {not_changed(inside)}", stacklevel=7)
+            self._say_once(f": {not_changed(inside)}", stacklevel=8)
         self._ambient.ask(watch.asks)
         self._watch, self.fast = watch, fast
         reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example, apart)
         if not self._steps_back(reason, example):
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
+
+    def _refuse_effects(self, example: Example) -> None:
+        """Raises CaptureError for a call of another form that changes what is outside of the model: eager serves it."""
+        written = getattr(self._watch, "written", ())
+        with kept_outside(self.model):
+            outside, inside = call_effects(self.model, Watch(self.model, written), example)
+        if outside:
+            with self._lock:
+                self._drop(changes=0)
+                self.why_eager = why_eager(outside)
+            self._declined(self.why_eager)
+            raise CaptureError(self.why_eager)
+        if inside:
+            self._say_once(f": {not_changed(inside)}", stacklevel=15)
 
     def _overwritten(self) -> None:
         """Another thread has changed the weights that a form was compiled from."""
@@ -288,7 +304,7 @@ class Compiled:
                 self._say(self.why_eager)
                 return False
             if inside:
-                self._warn(f": {not_changed(inside)}", stacklevel=9)
+                self._say_once(f": {not_changed(inside)}", stacklevel=10)
         reason = NOT_FASTER if made is None else self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any
         return made is not None and not (self._steps_back(reason, example) if alone else reason)
@@ -351,9 +367,12 @@ class Compiled:
         self._say(reason)
 
     def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            self._warn(f" runs in eager mode: {reason}", stacklevel=7)
+        self._say_once(f" runs in eager mode: {reason}", stacklevel=8)
+
+    def _say_once(self, text: str, stacklevel: int) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._warn(text, stacklevel)
 
     def report(self) -> HybridReport:
         """Which calls are compiled, and why others are not."""

@@ -230,3 +230,44 @@ def test_a_cache_and_a_buffer_are_no_such_attributes(always_faster):
         for _ in range(3):
             close(net(X), X)
     assert (net.calls, tsopt.report(net).in_eager) == (3, {})
+
+
+class Asked(nn.Module):
+    """Leaves something behind if it is asked to."""
+
+    def __init__(self, outside):
+        super().__init__()
+        self.layer, self.outside, self.last = nn.Linear(8, 8), outside, None
+
+    def forward(self, x, keep=False):
+        y = self.layer(x)
+        if keep and self.outside:
+            SEEN.append(len(y))
+        elif keep:
+            self.last = y
+        return y
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_call_of_another_form_that_changes_what_is_outside_of_the_model(always_faster, warmup):
+    net = tsopt.hybridize(Asked(outside=True).eval(), warmup=warmup, **QUICK)
+    with torch.no_grad():
+        net(X)
+        assert compiled_of(net).fast.executable is not None
+        before = len(SEEN)
+        with pytest.warns(UserWarning, match="a call changes a list outside of the model"):
+            answers = [net(X, keep=True) for _ in range(4)]
+        for answer in answers:
+            close(answer, eager(net))
+    assert len(SEEN) == before + 4
+    assert tsopt.report(net).calls == 5
+
+
+def test_a_call_of_another_form_that_changes_an_attribute_is_told_of(always_faster):
+    net = tsopt.hybridize(Asked(outside=False).eval(), warmup=0, **QUICK)
+    with torch.no_grad():
+        net(X)
+        with pytest.warns(UserWarning, match="compiled calls do not change its attribute 'last'") as caught:
+            _ = [net(X[:rows], keep=True) for rows in (4, 3, 2)]
+    assert [warning.filename for warning in caught] == [__file__]
+    assert net.last is None

@@ -278,7 +278,7 @@ def test_forms_are_forgotten(wins, monkeypatch):
     fast = tsopt.optimize(Named().eval(), tsopt.example(torch.ones(2), a=torch.ones(1)), warmup=9, **OPTIONS)
     for number in range(6):
         assert fast(torch.ones(2), **{f"b{number}": torch.ones(1)}).sum() == 4
-    assert len(fast._new_signatures.kept._forms) <= 3
+    assert len(fast.new_signatures.kept._forms) <= 3
 
 
 class OneByOne(nn.Module):
@@ -307,7 +307,7 @@ def one_by_one(wins, monkeypatch):
     fast = tsopt.hybridize(OneByOne().eval(), audit=0, **OPTIONS)
     with torch.no_grad(), pytest.warns(UserWarning, match="compiled calls do not change its attribute 'calls'"):
         fast(torch.ones(3, 3))
-    return fast, captured, type(fast)._tsopt_compiled.fast._new_signatures
+    return fast, captured, type(fast)._tsopt_compiled.fast.new_signatures
 
 
 def call(fast, rows, times=2):

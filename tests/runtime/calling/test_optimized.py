@@ -168,7 +168,7 @@ def test_many_calls_beyond_the_limit_do_not_grow_memory(optimized_by, monkeypatc
     fast = optimized_by("eager")
     for rows in range(3, 13):
         fast(torch.randn(rows, 6))
-    assert len(fast._new_signatures.kept) <= 3
+    assert len(fast.new_signatures.kept) <= 3
 
 
 def test_a_parameter_and_a_strided_input_are_not_another_form(optimized_by, mlp, mlp_input):

@@ -54,6 +54,7 @@ class NewSignatures:
 
     Attributes:
         seconds: that captures have taken.
+        refuse: raises CaptureError for a call that must stay the model's own, before it is captured.
         skip: how many of the next calls are left to the model without looking for what serves them.
     """
 
@@ -75,6 +76,7 @@ class NewSignatures:
         self._specialize, self._first, self._warmup = specialize, first, warmup
         self._eager, self._check, self._ready, self._note = eager, check, ready, note
         self.kept = Specializations()
+        self.refuse: Callable[[Example], None] = lambda example: None
         self._captures = 0
         self._counts: dict[CallKey, int] = {}
         self.seconds, self._since = 0.0, time.monotonic()
@@ -214,6 +216,7 @@ class NewSignatures:
     def _timed(self, *calls: Example) -> Executable:
         start = time.monotonic()
         try:
+            self.refuse(calls[0])
             return self._specialize(*calls)
         finally:
             self.seconds += time.monotonic() - start

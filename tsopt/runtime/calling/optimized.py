@@ -54,7 +54,7 @@ class Optimized:
         program: the optimized program.
         backend: name of the winner's backend; `eager` if the model itself is the fastest.
         executable: the winner; None if the model itself runs, also after an audit has found a difference.
-        example: the call that it was optimized for.
+        example, new_signatures: the call that it was optimized for, and what serves others.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Optimized:
         self._lenient = "error" not in (on_new_signature, on_gradients)  # the model itself may serve whatever is called
         self._unserved = Unserved(model, report.model, on_gradients)
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
-        self._new_signatures = NewSignatures(
+        self.new_signatures = NewSignatures(
             *(model, self.example, program.signature.aliasing, specialize),
             first=executable,
             warmup=warmup,
@@ -124,11 +124,11 @@ class Optimized:
         leaves = executable.accepts(args, kwargs)
         if leaves is not None:
             return executable.run_leaves(leaves, args, kwargs)
-        found = self._new_signatures.accepting(args, kwargs)
+        found = self.new_signatures.accepting(args, kwargs)
         if found is not None:
             executable, leaves = found
             return executable.run_leaves(leaves, args, kwargs)
-        if self._knows_objections and self._new_signatures.skips():
+        if self._knows_objections and self.new_signatures.skips():
             return self._eager(*args, **kwargs)
         return self._thorough(executable, args, kwargs)
 
@@ -235,11 +235,11 @@ class Optimized:
         with contextlib.suppress(SignatureError, *UNTOLD):
             executable.bind(args, kwargs)
             return executable
-        accepting = self._new_signatures.accepting(args, kwargs)
+        accepting = self.new_signatures.accepting(args, kwargs)
         if accepting is not None:
             return accepting[0]
         try:
-            found = self._new_signatures.found(args, kwargs)
+            found = self.new_signatures.found(args, kwargs)
         except (*UNTOLD, TsoptError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
@@ -286,7 +286,7 @@ class Optimized:
         if iterator_in(args, kwargs) is not None:
             self._note("an iterator among the arguments", "runs in eager mode: a call consumes it")
             return self._eager
-        return self._new_signatures.serving(args, kwargs)
+        return self.new_signatures.serving(args, kwargs)
 
     def _note(self, signature: str, outcome: str) -> None:
         log.info("call with a new signature (%s): %s", signature, outcome)
@@ -301,7 +301,7 @@ class Optimized:
     @property
     def seconds(self) -> float:
         """What compiling new signatures has taken."""
-        return self._new_signatures.seconds
+        return self.new_signatures.seconds
 
     def profile(self) -> Profile:
         """Times the layers of a call, on the example: op by op in torch, and in the engine that won.
