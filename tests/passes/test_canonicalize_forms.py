@@ -282,6 +282,14 @@ def test_a_pad_with_a_value_that_no_float_holds_stays():
     check_declines(canonicalize.pad_form, lambda x: aten.constant_pad_nd.default(x, [1, 0], 2**53 + 1), torch.arange(3))
 
 
+def test_a_pad_with_a_value_that_wraps_around_stays():
+    """-1 is 255 in uint8, and -1.0 is an error."""
+    x = torch.arange(4, dtype=torch.uint8)
+    check_declines(
+        canonicalize.pad_form, lambda x: aten.constant_pad_nd.default(x, [1, 1], -1) + 0, x, canonicalize.WRAPS
+    )
+
+
 def test_the_forms_come_to_rest_in_any_order():
     """What one rule makes is the form of every other."""
 

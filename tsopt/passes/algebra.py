@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.intervals import wraps
 from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
@@ -193,7 +194,7 @@ def clamp_clamp(at, x, *_):
     outer, inner = bounds_of(at.root), bounds_of(x)
     if outer is None or inner is None or not at.same_type(x.args[0]):
         return None
-    if any(_wraps(bound, at.root.meta["val"].dtype) for bound in (*outer, *inner)):
+    if any(wraps(bound, at.root.meta["val"].dtype) for bound in (*outer, *inner)):
         return at.skip(WRAPS)
     if not (outer[0] <= outer[1] and inner[0] <= inner[1]):  # nor where a bound is NaN
         return at.skip(CROSSED)
@@ -208,14 +209,6 @@ def clamp_clamp(at, x, *_):
         return at.call(at.root.target, x.args[0], *at.root.args[1:], **at.root.kwargs)
     ends = [None if math.isinf(bound) else bound for bound in (low, high)]
     return at.call(aten.clamp.default, x.args[0], *ends)
-
-
-def _wraps(bound: float, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes a bound for another number: -5 is 251 in uint8."""
-    if dtype.is_floating_point or math.isinf(bound) or math.isnan(bound):
-        return False
-    limits = torch.iinfo(dtype)
-    return not limits.min <= bound <= limits.max
 
 
 def bounds_of(node: fx.Node) -> tuple[float, float] | None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from tsopt.compiler.analysis.intervals import wraps
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.rewriting.rewrite import rule
 from tsopt.passes import constants
 
+WRAPS = "the value is not one of the dtype"
 _LONG = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 
 # An op that is another op, by its own definition in ATen.
@@ -171,6 +173,8 @@ def pad_nothing(at, x, pad, *_):
 def pad_form(at, x, pad, value):
     """constant_pad_nd(x, pad, 0) -> pad(x, pad, "constant", 0.0)"""
     exact = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53)
+    if exact and wraps(value, x.meta["val"].dtype):
+        return at.skip(WRAPS)
     return at.call(aten.pad.default, x, pad, "constant", float(value)) if exact else None
 
 

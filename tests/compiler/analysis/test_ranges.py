@@ -175,6 +175,39 @@ def test_two_products_or_a_product_and_a_sum_round_twice_or_once():
     assert found(lambda x: x.float() ** 3, Range(LOW, HIGH)) == Range(LOW**3, HIGH**3)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, n: x.clamp(min=n),
+        lambda x, n: torch.clamp(x, torch.tensor(n), torch.tensor(9)),
+        lambda x, n: torch.maximum(x, torch.tensor(n)),
+        lambda x, n: torch.where(x > 2, x, n),
+        lambda x, n: torch.where(x > 2, x, torch.tensor(n)),
+        lambda x, n: x.masked_fill(x > 2, n),
+        lambda x, n: torch.full_like(x, n),
+        lambda x, n: torch.add(x, x, alpha=n),
+        lambda x, n: torch.constant_pad_nd(x, [1, 1], n),
+        torch.add,
+        torch.sub,
+        torch.mul,
+        torch.remainder,
+        torch.fmod,
+        torch.floor_divide,
+        torch.bitwise_or,
+    ],
+)
+@pytest.mark.parametrize(("dtype", "number"), [(torch.uint8, -5), (torch.uint8, -1), (torch.int8, -200)])
+def test_a_literal_beyond_the_dtype_wraps_around(model, dtype, number):
+    """-5 is 251 in uint8: `(x % 10).clamp(min=-5)` is 251, and so is no index of ten."""
+    x = torch.arange(10, dtype=dtype)
+    try:
+        made = model(x, number)
+    except RuntimeError:
+        pytest.skip("PyTorch refuses this number")
+    known = wrapped(found(lambda x: model(x, number), Range(0, 9), example=(x,)), dtype)
+    assert Range(int(made.min()), int(made.max())) in known
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [0, 1, -3, 0.1, -0.1, 257, 2049, 2**24 + 1, 2**53 + 1, 70_000, -1e39, 1e-320])
 def test_a_range_is_rounded_outwards_unless_the_dtype_holds_its_ends(number, dtype):

@@ -47,6 +47,13 @@ def of_dtype(dtype: torch.dtype) -> Range:
     return Range(info.min, info.max)
 
 
+def wraps(number: float, dtype: torch.dtype) -> bool:
+    """Whether a kernel for whole numbers takes a literal for another number: -5 is 251 in uint8."""
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex or not math.isfinite(number):
+        return False
+    return Range(number, number) not in of_dtype(dtype)
+
+
 def range_of_tensor(tensor: torch.Tensor) -> Range:
     """What a tensor holds, where that is whole numbers or it is one number."""
     if tensor.numel() == 0 or tensor.is_complex() or tensor.device.type == "meta":

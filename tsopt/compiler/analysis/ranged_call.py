@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.analysis.intervals import ANY, Range, rounded, wrapped
+from tsopt.compiler.analysis.intervals import ANY, Range, of_dtype, rounded, wrapped, wraps
 from tsopt.compiler.graph import ops
 
+CASTS = frozenset({"to", "to_copy", "type_as", "copy"})  # their ranges are those before they wrap around
 Ranges = dict[fx.Node, Range]
 Values = Mapping[fx.Node, Any]  # fake tensors and sizes by node
 
@@ -41,10 +42,20 @@ class RangedCall:
                 if argument in self.doubtful and not self.is_float:
                     return ANY
                 found = wrapped(self.found[argument], value.dtype)
+                if not value.dim() and self.name not in CASTS and self.is_whole:  # promotes as a literal does
+                    found = wrapped(found, self.value.dtype)
                 return found if value.dtype == getattr(self.value, "dtype", None) else self.rounded(found)
             argument = value
         number = argument if isinstance(argument, float) else int(argument)
+        if self.is_whole and wraps(number, self.value.dtype):
+            return of_dtype(self.value.dtype)
         return self.rounded(Range(number, number))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the result is one tensor of whole numbers."""
+        value = self.value
+        return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
     @property
     def is_float(self) -> bool:
