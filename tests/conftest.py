@@ -51,6 +51,14 @@ def another_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other threads, such as those of whatever runs the tests."""
+    from tsopt.compiler import other_threads
+
+    monkeypatch.setattr(other_threads, "_is_other", lambda thread: False)
+
+
+@pytest.fixture
 def in_a_thread() -> Callable[[Callable[[], object]], None]:
     """Does something in another thread, and waits for it."""
 

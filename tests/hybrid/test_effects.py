@@ -248,6 +248,7 @@ class Asked(nn.Module):
         return y
 
 
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_a_call_of_another_form_that_changes_what_is_outside_of_the_model(always_faster, warmup):
     net = tsopt.hybridize(Asked(outside=True).eval(), warmup=warmup, **QUICK)

@@ -78,6 +78,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_calls_change_in_long_containers_outside_is_told_and_undone(name):
     before = [*LIST], dict(TABLE), [*LATEST]

@@ -297,7 +297,7 @@ class Means(nn.Module):
         return self.second(hidden)
 
 
-@pytest.mark.usefixtures("parts_win")
+@pytest.mark.usefixtures("parts_win", "single_threaded")
 def test_an_audit_leaves_what_the_python_of_the_model_collects():
     fast = due(optimized(Means().eval(), frontend="parts"))
     MEANS.clear()
