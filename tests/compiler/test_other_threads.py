@@ -89,3 +89,12 @@ def test_the_threads_in_which_inductor_compiles_do_not_count(beside, monkeypatch
             pool.submit(work).result()
             beside(*pool._threads)
             assert not others_run()
+
+
+def test_the_threads_in_which_openvino_reports_do_not_count(beside):
+    main = pytest.importorskip("openvino_telemetry.main")
+    pytest.importorskip("openvino")
+    telemetry = main.Telemetry(tid="", app_name="tests", app_version="0", backend=None, enable_opt_in_dialog=False)
+    telemetry.sender.executor.submit(work).result()
+    beside(*telemetry.sender.executor._threads)
+    assert not others_run()

@@ -38,7 +38,9 @@ def _is_other(thread: threading.Thread) -> bool:
     # What it runs: the function that it was given, or the method of its class.
     runs = getattr(thread, "_target", None) if type(thread) is threading.Thread else type(thread)
     module, name = (getattr(runs, attribute, "") for attribute in ("__module__", "__name__"))
-    return name not in HARMLESS.get(module, ()) and thread not in _in_which_inductor_compiles()
+    if name in HARMLESS.get(module, ()):
+        return False
+    return thread not in _in_which_inductor_compiles() and thread not in _in_which_openvino_reports()
 
 
 def _in_which_inductor_compiles() -> Collection[threading.Thread]:
@@ -47,3 +49,10 @@ def _in_which_inductor_compiles() -> Collection[threading.Thread]:
     if not hasattr(pool, "cache_info") or not pool.cache_info().currsize:
         return ()
     return getattr(pool(), "_threads", ())
+
+
+def _in_which_openvino_reports() -> Collection[threading.Thread]:
+    """Threads of a pool that it makes for its telemetry as it is imported, whether it sends any or not, and keeps."""
+    telemetry = getattr(sys.modules.get("openvino_telemetry.main"), "Telemetry", None)
+    sender = getattr(getattr(telemetry, "_SingletonMetaClass__single_instance", None), "sender", None)
+    return getattr(getattr(sender, "executor", None), "_threads", ())
