@@ -51,23 +51,23 @@ def test_a_hook_that_keeps_what_it_sees_is_called_each_time(always_faster):
     assert found == [True] * 3
 
 
-SEEN = [0] * 100
+LONG = [0] * 100
 
 
 def test_a_long_list_outside_of_the_model_grows_in_each_call(always_faster):
     class Records(Net):
         def forward(self, x):
-            SEEN.append(1)
+            LONG.append(1)
             return super().forward(x)
 
     net = tsopt.hybridize(Records().eval(), **QUICK)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="a call changes a list outside of the model"):
             net(X)
-        before = len(SEEN)
+        before = len(LONG)
         for _ in range(3):
             net(X)
-    assert len(SEEN) == before + 3
+    assert len(LONG) == before + 3
 
 
 def test_a_hook_that_only_computes_is_compiled(always_faster):
@@ -158,6 +158,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("cls", COUNTS)
 def test_what_each_call_changes_outside_is_left_to_eager(always_faster, cls):
     before, net = COUNTS[cls](), tsopt.hybridize(cls().eval(), **QUICK)
