@@ -9,7 +9,6 @@ import torch
 
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.runtime.checking.compare import FLIPPED
-from tsopt.runtime.checking.scales import error_of_small_parts
 
 Outputs = list[torch.Tensor]  # of one call
 
@@ -32,14 +31,12 @@ def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float
 def relative_errors(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list[float]:
     """|found - wanted| / |wanted| of each output, over all inputs; infinite where it is undefined.
 
-    Of an output with parts of very different scales, the larger of this and of the error of the small parts. At most
-    1 % of integer and boolean values may differ.
+    At most 1 % of integer and boolean values may differ.
     """
     if unlike(found, wanted):
         return [math.inf] * max(len(wanted[0]), 1)
     errors = []
-    complex_ones = [leaf.is_complex() for leaf in wanted[0]]
-    for pairs, is_complex in zip(_pairs(found, wanted), complex_ones, strict=True):
+    for pairs in _pairs(found, wanted):
         if not pairs[0][1].is_floating_point():
             errors.append(math.inf if 1 - _share_equal(pairs) > FLIPPED else 0.0)
             continue
@@ -47,8 +44,6 @@ def relative_errors(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list
         away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
         size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
         error = away / size if size else math.inf if away else 0.0
-        if not is_complex:
-            error = max(error, error_of_small_parts([(widened(a), widened(b)) for a, b in pairs]))
         errors.append(error if error == error else math.inf)  # NaN: squares of values in float64 may be infinite
     return errors
 
