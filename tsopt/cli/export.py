@@ -266,7 +266,7 @@ def _compiled(fast: Any, kind: str, opset: int | None) -> Any:
 
 
 def _write(fast: Any, executable: Any, path: Path) -> str:
-    """Writes one format of an Optimized: a bundle if there is no executable. Returns what a caller has to know."""
+    """Writes one format of an Optimized: a bundle if there is no executable. Returns notes for the user."""
     if executable is None:
         fast.save(path)
         return ""

@@ -1,17 +1,17 @@
-"""Where code reads values that no dictionary holds: each thread or context has its own, or a class makes them anew."""
+"""Values that code reads and no dictionary holds: of a context, of a thread, or bound by a class at each access."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 ABSENT = object()  # where a name has no value
 
 
-class _Place(MutableMapping[str, Any]):
-    """Values by name. They stand as they are: nothing is removed."""
+class _Place(Mapping[str, Any]):
+    """Values by name, which subclasses can also set."""
 
     names: tuple[str, ...]
 
@@ -21,12 +21,9 @@ class _Place(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __delitem__(self, name: str) -> None:
-        raise NotImplementedError
-
 
 class InContext(_Place):
-    """What a context variable is where somebody looks: in the thread, or the task, of a call."""
+    """The value of a context variable in the current context."""
 
     def __init__(self, variable: ContextVar[Any]) -> None:
         self.names, self._variable = (variable.name,), variable
@@ -43,7 +40,7 @@ class InContext(_Place):
 
 
 class InThread(_Place):
-    """What a `threading.local` holds in the thread of whoever looks.
+    """What a `threading.local` holds in the current thread.
 
     Args:
         read: names that count; names may be added to them later.

@@ -12,7 +12,7 @@ PAIRS = {
     "an integer and a float": (1, 1.0, False),
     "a truth value and an integer": (True, 1, False),
     "zeros of two signs": (0.0, -0.0, False),
-    "two that are no number": (float("nan"), float("nan"), True),
+    "two NaNs": (float("nan"), float("nan"), True),
     "two numbers in tuples": ((1, 2), (1, 2.0), False),
     "equal tuples": ((1, "a"), (1, "a"), True),
     "equal texts": ("gelu", "".join(["ge", "lu"]), True),

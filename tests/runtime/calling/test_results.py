@@ -10,6 +10,11 @@ import tsopt
 from bench.hazards.results import FUNCTIONS, Model, differs
 
 BACKENDS = ("eager", "torchscript", "onnxruntime", "openvino")
+# Functions, by how many sizes are dynamic, that are right at one size only.
+OF_ONE_SIZE = {
+    *(("halves of a result", 1), ("halves of a result", 2)),
+    *(("a buffer that is written", 2), ("a part of a buffer that is written", 2)),
+}
 
 
 def inputs(count=3):
@@ -32,10 +37,11 @@ def test_what_is_written_to_a_result_shows_where_it_does_in_eager(name, backend)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_so_it_does_for_many_sizes(name, backend, dynamic):
     model, reference = Model(FUNCTIONS[name]).eval(), Model(FUNCTIONS[name]).eval()
-    try:
-        program = tsopt.transform(tsopt.capture(model, torch.randn(3, 4), dynamic=dynamic))
-    except tsopt.CaptureError as error:
-        pytest.skip(error.what)  # a size is a constant in it
+    if (name, len(dynamic["x"])) in OF_ONE_SIZE:
+        with pytest.raises(tsopt.CaptureError):
+            tsopt.capture(model, torch.randn(3, 4), dynamic=dynamic)
+        return
+    program = tsopt.transform(tsopt.capture(model, torch.randn(3, 4), dynamic=dynamic))
     calls = [torch.randn(rows, 4) for rows in (2, 5, 3, 1, 9)]
     assert differs(tsopt.compile(program, backend), reference, calls) == ""
 

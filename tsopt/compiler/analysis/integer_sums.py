@@ -16,9 +16,8 @@ from tsopt.compiler.graph.quantized import HIGHEST, SYMMETRIC, quantized_weight
 
 LARGEST_SUM = 2**31 - 1
 ROOM_FOR_BIAS = 2**24  # which ONNX Runtime adds to the sums of a convolution
-MOST = (
-    LARGEST_SUM - ROOM_FOR_BIAS
-) // HIGHEST  # of the magnitudes of the integers that unsigned ones are multiplied by
+# The largest sum of the magnitudes of the integers that unsigned ones are multiplied by.
+MOST = (LARGEST_SUM - ROOM_FOR_BIAS) // HIGHEST
 
 MOVING = SAME_VALUES | {"mT", "mH", "T", "numpy_T", "adjoint"}
 LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -90,7 +89,7 @@ def _is_rounded(value: Any) -> bool:
 
 
 def _constant_of(program: Program, dequantized: fx.Node) -> torch.Tensor | None:
-    """The integers of a weight without zero points; None where a value is no such weight."""
+    """The integers of a constant weight without zero points; None for any other value."""
     held = [program.weights.get(str(item.target)) for item in dequantized.all_input_nodes]
     if base_name(dequantized) != "dequantize_per_channel" or len(held) != 3 or any(item is None for item in held):
         return None

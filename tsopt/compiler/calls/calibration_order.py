@@ -84,7 +84,7 @@ def numbered(data: Any) -> Numbered | None:
         return None
     try:
         count = len(data)
-    except (TypeError, NotImplementedError):  # a class may define it and not know it
+    except (TypeError, NotImplementedError):  # it has the method, but no length
         return None
     return Numbered(count, lambda numbers: map(data.__getitem__, numbers))
 

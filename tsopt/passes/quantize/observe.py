@@ -140,7 +140,7 @@ class _InSequence(Watched):
         self._left: dict[int, torch.Tensor] = {}  # by the calls so far; nothing before the first
 
     def run_next(self, call: Call) -> None:
-        """Runs a call behind the others. Does nothing where there is no state."""
+        """Runs a call after the earlier ones, with the state that they left. Does nothing if there is no state."""
         if not self._kept:
             return
         try:

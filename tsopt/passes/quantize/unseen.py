@@ -26,8 +26,8 @@ def float_inputs(program: Program) -> list[fx.Node]:
 def unseen_values(program: Program, values: Iterable[fx.Node], observed: Mapping[str, Observed]) -> dict[str, str]:
     """Why the range of some of these values is not known, by their names.
 
-    A value that was always the same has left no range. Nor has what depends on an input of the model that was always
-    zero: what that one adds to it was never seen. Other inputs that never changed are part of the ranges.
+    A value that was always the same has no range. Nor has a value that depends on an input which was always zero: its
+    range lacks what that input contributes. Other constant inputs are part of the ranges.
 
     Args:
         observed: of these values, and of the inputs.
