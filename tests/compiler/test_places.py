@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextvars
 import threading
 
-import pytest
-
 from tsopt.compiler.places import ABSENT, InContext, InThread, OfClass
 
 
