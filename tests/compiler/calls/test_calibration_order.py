@@ -91,8 +91,115 @@ def test_data_that_goes_through_its_classes_in_turn(data, period):
 def test_what_is_needed_is_read_once_and_no_more():
     data = Counted()
     read(data)
-    assert sorted(data.asked)[:2] == [0, 0], "the first says how many calls an item holds"
-    assert len(set(data.asked)) == len(data.asked) - 1 == MOST
+    assert len(set(data.asked)) == len(data.asked) == MOST
+
+
+def test_of_large_batches_one_is_read():
+    data = Counted()
+    assert len(read(DataLoader(data, batch_size=512)).calls) == MOST
+    assert len(set(data.asked)) == len(data.asked) == 512
+
+
+class Batches(Counted):
+    """Items of several rows."""
+
+    def __init__(self, sizes):
+        super().__init__(len(sizes))
+        self.batches = ROWS.split(sizes)
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return self.batches[number]
+
+
+def test_of_items_with_many_rows_some_are_read():
+    data = Batches([20] * 100)
+    assert len(read(data).calls) == MOST
+    assert len(set(data.asked)) == len(data.asked) == 8
+
+
+def test_items_may_be_larger_than_the_first():
+    found = read(Batches([1, *[1] * 9, *[199] * 10]))
+    assert len(found.calls) == MOST
+    assert max(numbers_of(found.calls)) > 1500
+
+
+def test_an_item_gives_more_than_its_share_where_others_give_less():
+    found = read(Batches([1] * 9 + [1991]))
+    assert len(found.calls) == MOST
+    assert len(set(numbers_of(found.calls))) == MOST
+    assert numbers_of(found.calls) == sorted(numbers_of(found.calls)), "in the order of the data"
+
+
+class Keyed:
+    """Iterated over, it yields rows; in brackets it takes names of columns."""
+
+    def __len__(self):
+        return 200
+
+    def __iter__(self):
+        return iter(ROWS[:200])
+
+    def __getitem__(self, name):
+        return {"x": ROWS}[name]
+
+
+def test_what_takes_keys_is_iterated_over():
+    assert numbers_of(read(Keyed()).calls) == list(range(MOST))
+
+
+class OfTransformers(Keyed):
+    """As a dataset of Hugging Face: no Dataset of torch, but read in the same way."""
+
+    def __getitem__(self, key):
+        return ROWS[key] if isinstance(key, int) else super().__getitem__(key)
+
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers]
+
+
+def test_what_can_be_fetched_by_numbers_is_spread():
+    assert max(numbers_of(read(OfTransformers()).calls)) > 190
+
+
+class TooLong(Counted):
+    """Its length is wrong."""
+
+    def __len__(self):
+        return self.count * 2
+
+    def __getitem__(self, number):
+        return super().__getitem__(range(self.count)[number])
+
+
+@pytest.mark.parametrize("wrapped", [lambda data: data, lambda data: DataLoader(data, batch_size=8)])
+def test_a_length_may_be_wrong(wrapped):
+    found = numbers_of(read(wrapped(TooLong())).calls)
+    assert len(set(found)) == len(found) == MOST
+    assert numbers_of(read(TooLong(50)).calls) == list(range(50))
+
+
+class NextOne(Counted):
+    """Whatever number it is asked for, it returns what comes next."""
+
+    def __getitem__(self, number):
+        return super().__getitem__(len(self.asked))
+
+
+def test_a_dataset_may_ignore_the_number():
+    assert sorted(numbers_of(read(NextOne()).calls)) == list(range(MOST))
+
+
+class Corrupt(Counted):
+    def __getitem__(self, number):
+        if number > 1000:
+            raise OSError("truncated")
+        return super().__getitem__(number)
+
+
+def test_an_item_that_cannot_be_read_is_named():
+    with pytest.raises(UsageError, match=r"calibration raises OSError at item 1\d\d\d"):
+        read(Corrupt())
 
 
 @pytest.mark.parametrize("data", [Counted(100), list(ROWS[:100]), DataLoader(Counted(100), batch_size=8)])

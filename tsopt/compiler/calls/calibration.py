@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
 from tsopt.compiler.calls.calibration_forms import Placed, Unlike, named_parts, ways_to_read
-from tsopt.compiler.calls.calibration_order import halves, numbered, spread, spread_out
+from tsopt.compiler.calls.calibration_order import Unreadable, halves, in_turn, spread, spread_out
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
@@ -109,15 +110,20 @@ def read_calibration(
         UsageError: there is none, it cannot be read, does not fit the signature, or holds NaN.
     """
     reader = _Reader(signature, example)
-    calls: list[Example] = []
+    found: list[tuple[int, int, Example]] = []
+    spare: list[tuple[int, int, Example]] = []  # where items hold many calls: more of them than their share
     with random_state_kept():
         for number, item, share in _items(data, lambda item: _calls_in(item, signature, example)):
-            found = reader.calls(item, number, min(share, MOST - len(calls)))
-            # Copies: a loader may fill the same memory with the next item.
-            calls += [Example(*owned((call.args, call.kwargs))) for call in found]
-            progress(f"{len(calls)} inputs")
-            if len(calls) >= MOST:
+            for place, (row, call) in enumerate(spread_out([*enumerate(reader.calls(item, number, MOST))])):
+                kept = found if place < share else spare
+                if len(kept) < MOST:
+                    # Copies: a loader may fill the same memory with the next item.
+                    kept.append((number, row, Example(*owned((call.args, call.kwargs)))))
+            progress(f"{len(found)} inputs")
+            if len(found) >= MOST:
                 break
+    # In the order of the data, in which a state goes on.
+    calls = [call for *_, call in sorted(found + spare[: MOST - len(found)], key=itemgetter(0, 1))]
     have = len(reader.waiting[0]) if reader.waiting else 0
     if not calls and reader.waiting:
         size = signature.user_inputs[0].type.shape[0]
@@ -146,7 +152,7 @@ def readable_again(data: Any) -> Any:
     if not isinstance(data, Iterator):
         return data
     with random_state_kept():
-        return [owned(item) for _, item, _ in itertools.islice(_items(data), MOST)]
+        return [owned(item) for _, item, _ in itertools.islice(_items(data, lambda item: 1), MOST)]
 
 
 def owned(value: Any) -> Any:
@@ -160,18 +166,14 @@ def _copy_of(leaf: Any) -> Any:
 
 
 def _calls_in(item: Any, signature: Signature, example: Example) -> float:
-    """How many calls an item yields, up to a number that is large; less than one where it is only a part of one."""
+    """How many calls an item yields, up to MOST; less than one where it is only a part of one."""
     reader = _Reader(signature, example)
-    whole = len(list(reader.calls(item, 0, 2 * MOST)))
+    whole = len(list(reader.calls(item, 0, MOST)))
     return whole + (len(reader.waiting[0]) / signature.user_inputs[0].type.shape[0] if reader.waiting else 0)
 
 
-def _items(data: Any, calls_in: Callable[[Any], float] | None = None) -> Iterator[tuple[int, Any, int]]:
-    """The items, each with its number and how many calls to take of it; an error of the iterable names its place.
-
-    Args:
-        calls_in: how many an item yields; None to read all items in their order.
-    """
+def _items(data: Any, calls_in: Callable[[Any], float]) -> Iterator[tuple[int, Any, int]]:
+    """The items, each with its number and how many calls to take of it; an error of the data names its place."""
     if isinstance(data, (str, Path)):
         yield from ((number, item, MOST) for number, item in enumerate(from_files(Path(data))))
         return
@@ -180,22 +182,18 @@ def _items(data: Any, calls_in: Callable[[Any], float] | None = None) -> Iterato
         raise UsageError(f"calibration is a {type(data).__name__}, not a collection of inputs", fix=FORMS)
     count = 0
     try:
-        parts = numbered(data)
-        chosen, share = (None, MOST) if parts is None or calls_in is None else parts.chosen(calls_in, MOST)
-        if parts is not None and (chosen is not None or is_dataset):
-            # A Dataset need not say where it ends but by its length.
-            numbers = range(parts.count) if chosen is None else chosen
-            read, named = parts.at(numbers), numbers if parts.size == 1 else itertools.count()
-        else:
-            read, named = data, itertools.count()
-        for number, item in zip(named, read, strict=False):
+        items, share = in_turn(data, MOST, calls_in)
+        for number, item in items:
             yield number, item, share
             count += 1
     except UsageError:
         raise
-    except Exception as error:
+    except Exception as raised:
+        error, place = raised, f"after {counted(count, 'item')}"
+        if isinstance(raised, Unreadable):
+            error, place = raised.error, f"at item {raised.number}"
         raise UsageError(
-            f"calibration raises {type(error).__name__} after {counted(count, 'item')}",
+            f"calibration raises {type(error).__name__} {place}",
             where=user_frame(error),
             why=str(error)[:300] or None,
             fix="check that the data can be read to its end",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import Any, TypeVar
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 T = TypeVar("T")
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill the range from 0 to 1 evenly, and never fall into a period
-FEWEST = 16  # items that are read of more, although fewer would hold enough calls
+FEWEST = 8  # items that are read where there are as many, although fewer may hold enough calls
 
 
 def spread(count: int, of: int) -> list[int]:
@@ -25,9 +25,17 @@ def spread(count: int, of: int) -> list[int]:
     return [start + int(place * GOLDEN % 1 * (end - start)) for place, (start, end) in enumerate(pairwise(ends))]
 
 
+def scattered(count: int) -> Iterator[int]:
+    """All numbers below `count`, in an order of which every beginning is spread over all of them: a Weyl sequence."""
+    step = max(1, round(count * GOLDEN))
+    while math.gcd(step, count) > 1:  # each number once
+        step += 1
+    return (place * step % count for place in range(count))
+
+
 def spread_out(items: Sequence[T]) -> tuple[T, ...]:
     """In an order of which every beginning is spread over all of them."""
-    return tuple(items[place] for place in sorted(range(len(items)), key=lambda place: place * GOLDEN % 1))
+    return tuple(items[place] for place in scattered(len(items)))
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
@@ -40,68 +48,103 @@ def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
     return list(compress(items, is_first)), [item for item, taken in zip(items, is_first, strict=True) if not taken]
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """Data whose parts can be read by their numbers.
+@dataclass
+class Unreadable(Exception):
+    """An item that cannot be read by its number."""
 
-    Attributes:
-        count: of parts.
-        at: reads parts as items.
-        size: how many parts are in an item.
-        fewest: how many items to read in any case.
+    number: int
+    error: Exception
+
+
+def in_turn(data: Any, most: int, calls_in: Callable[[Any], float]) -> tuple[Iterable[tuple[int, Any]], int]:
+    """The items, each with its number, and how many calls to take of each, so that they are not of a few items only.
+
+    Of a known length (a sequence, a Dataset, or that behind a DataLoader that keeps its order), every beginning of the
+    items is spread over all of them; others are read in their order.
+
+    Args:
+        most: how many calls are needed.
+        calls_in: how many an item holds, a fraction for a part of one.
     """
-
-    count: int
-    at: Callable[[Sequence[int]], Iterable[Any]]
-    size: int = 1
-    fewest: int = FEWEST
-
-    def chosen(self, calls_in: Callable[[Any], float], most: int) -> tuple[list[int] | None, int]:
-        """The numbers of the parts to read, None for all of them; and how many calls to take of each item.
-
-        Args:
-            calls_in: how many calls an item holds, up to twice as many as are needed.
-            most: how many are needed.
-        """
-        first = next(iter(self.at(range(min(self.size, self.count)))), None) if self.count > 1 else None
-        calls = 0.0 if first is None else calls_in(first)
-        if not calls:
-            return None, most
-        have = -(-self.count // self.size)
-        items = max(self.fewest, math.ceil(most / calls))
-        # Items may differ in size. Where there is hardly more than is needed, all is taken.
-        share = math.ceil(most / min(items, have)) if calls * have > 2 * most else most
-        return (spread(items * self.size, self.count) if items < have else None), share
+    if _keeps_order(data):
+        return _by_batches(data, most), most
+    if (length := _length_of(data)) is not None:
+        return _by_number(data, length, most, calls_in), math.ceil(most / max(1, min(FEWEST, length)))
+    return enumerate(data), most
 
 
-def numbered(data: Any) -> Numbered | None:
-    """Data of a known length by its parts: a sequence, a Dataset, or that behind a DataLoader that keeps its order."""
-    if type(data) is DataLoader:
-        return _behind(data)
+def _length_of(data: Any) -> int | None:
+    """That of data that is read by numbers.
+
+    Not of what has an iterator of its own beside `__getitem__`: that may take keys. `__getitems__` takes numbers, as
+    the fetcher of a DataLoader passes them.
+    """
     cls = type(data)
-    by_number = hasattr(cls, "__getitem__") and hasattr(cls, "__len__") and not hasattr(cls, "keys")
-    if not by_number or isinstance(data, (torch.Tensor, Mapping, IterableDataset)):
+    if not (hasattr(cls, "__getitem__") and hasattr(cls, "__len__")) or hasattr(cls, "keys"):
+        return None
+    takes_numbers = isinstance(data, (Sequence, Dataset, np.ndarray)) or hasattr(cls, "__getitems__")
+    if not (takes_numbers or getattr(cls, "__iter__", None) is None) or isinstance(data, IterableDataset):
         return None
     try:
-        count = len(data)
+        return len(data)
     except (TypeError, NotImplementedError):  # it has the method, but no length
         return None
-    return Numbered(count, lambda numbers: map(data.__getitem__, numbers))
 
 
-def _behind(loader: DataLoader[Any]) -> Numbered | None:
-    sampler, is_plain = loader.sampler, type(loader.batch_sampler) is BatchSampler
-    if type(sampler) is not SequentialSampler or not is_plain or loader.batch_size is None:
-        return None
-    if isinstance(loader.dataset, IterableDataset):
-        return None
+def _by_number(data: Any, length: int, most: int, calls_in: Callable[[Any], float]) -> Iterator[tuple[int, Any]]:
+    if not length:
+        return
+    try:
+        first = data[0]
+    except Exception as error:
+        raise Unreadable(0, error) from error
+    yield 0, first
+    all_are_needed = length * calls_in(first) <= most
+    read = {0}
+    # If its length is wrong, then as Python iterates over a sequence: up to the first number that it does not have.
+    for numbers in (range(length) if all_are_needed else scattered(length)), range(length):
+        for number, item in _up_to_a_missing_one(data, (number for number in numbers if number not in read)):
+            read.add(number)
+            yield number, item
 
-    def at(numbers: Sequence[int]) -> Iterator[Any]:
-        options = {
-            name: getattr(loader, name)
-            for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-        }
-        options |= {name: getattr(loader, name) for name in ("multiprocessing_context", "generator", "drop_last")}
-        return iter(DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=numbers, **options))
 
-    return Numbered(len(sampler), at, loader.batch_size, fewest=0)
+def _up_to_a_missing_one(data: Any, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    for number in numbers:
+        try:
+            item = data[number]
+        except IndexError:
+            return
+        except Exception as error:
+            raise Unreadable(number, error) from error
+        yield number, item
+
+
+def _keeps_order(data: Any) -> bool:
+    return (
+        type(data) is DataLoader
+        and type(data.sampler) is SequentialSampler
+        and type(data.batch_sampler) is BatchSampler
+        and data.batch_size is not None
+        and not isinstance(data.dataset, IterableDataset)
+    )
+
+
+def _by_batches(loader: DataLoader[Any], most: int) -> Iterator[tuple[int, Any]]:
+    """Batches as a DataLoader makes them, of rows from all of its dataset."""
+    count = len(loader.sampler)  # type: ignore[arg-type]
+    if count <= most:
+        yield from enumerate(loader)
+        return
+    options = {
+        name: getattr(loader, name)
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+    }
+    options |= {name: getattr(loader, name) for name in ("multiprocessing_context", "generator", "drop_last")}
+    number = -1
+    try:
+        for number, item in enumerate(
+            DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=scattered(count), **options)
+        ):
+            yield number, item
+    except IndexError:  # its length is wrong: in its order
+        yield from enumerate(loader, number + 1)
