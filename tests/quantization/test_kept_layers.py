@@ -12,8 +12,9 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
-from tsopt.compiler.graph.quantized import largest_weight
+from tsopt.compiler.graph.quantized import largest_weight, simulated
 from tsopt.errors import NoGain, UsageError
+from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.layer_table import lines
 
@@ -37,6 +38,15 @@ def test_the_criterion_keeps_more_layers_in_float32():
     assert kept
     program = strict.variants["int8-static"]
     assert len(kept) == 3 - (0 if isinstance(program, NoGain) else len(layers(program)))
+
+
+@pytest.mark.parametrize(("size", "first"), [(1, 2000), (1, 3000), (16, 2000), (16, 3000)])
+def test_the_choice_holds_on_all_inputs_that_candidates_are_judged_by(size, first):
+    calls = [torch.randn(size, 32, generator=seeded(first + i)) for i in range(128)]
+    found = quantized(mlp(32, 64, 64, 64, 10), calls[0], calibration=calls, metric="top1", max_drop=0.01)
+    made = [program for program in found.variants.values() if not isinstance(program, NoGain)]
+    assert made
+    assert all(found.criterion.judge(compile(simulated(program), "eager")).ok for program in made)
 
 
 class TwoWays(nn.Module):

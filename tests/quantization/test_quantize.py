@@ -75,18 +75,18 @@ def test_layers_are_chosen_on_other_inputs_than_those_that_judge(monkeypatch):
     tried = []
     plain = variants.Quantizer._judged
 
-    def judged(self, made):
-        tried.append(self.criterion)
-        return plain(self, made)
+    def judged(self, made, by):
+        tried.append(by.judge(model).text.partition(", limit")[0])
+        return plain(self, made, by)
 
     monkeypatch.setattr(variants.Quantizer, "_judged", judged)
     model = Residual().eval()
-    found = quantized(model, images(1)[0], calibration=images(64))
-    assert "on 8 inputs" in tried[0].judge(model).text
-    assert "on 24 inputs" in found.criterion.judge(model).text
-    few = quantized(model, images(1)[0], calibration=images(20))
-    assert "on 8 inputs" in tried[-1].judge(model).text
-    assert "on 10 inputs" in few.criterion.judge(model).text
+    assert quantized(model, images(1)[0], calibration=images(64)).layers_in("int8-static")
+    on_eight, on_others = "relative error 0.00% on 8 inputs", "relative error 0.00% on 24 inputs"
+    assert tried == 2 * [on_eight, on_others], "of each variant, the choice and what it is worth on others"
+    tried.clear()
+    assert quantized(model, images(1)[0], calibration=images(20)).layers_in("int8-static")
+    assert tried == 2 * [on_eight, "relative error 0.00% on 10 inputs"]
 
 
 def test_a_number_of_inputs_is_drawn_and_said_to_be():

@@ -191,8 +191,10 @@ def quantize(
             made = replace(made, criterion=criterion)
         if not wanted:
             return made
+        is_small = len(data.choosing) == len(data.judging)  # all that is held out
+        quick = criterion if is_small else criterion.on(model, data.choosing)
         quantizer = Quantizer(
-            *(program, data, criterion.on(model, data.choosing), options.keep_float, progress, end),
+            *(program, data, criterion, quick, options.keep_float, progress, end),
             others=others,
             smooth=options.calibration is not None,
         )

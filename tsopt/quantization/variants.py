@@ -62,6 +62,7 @@ class Quantizer:
 
     Args:
         criterion: decides how many layers stay in float32.
+        quick: the same on few inputs, for trials.
         keep_float: patterns of layers that stay in float32 in any case.
         others: what these patterns may match as well.
         smooth: whether to move outlier channels into the weights.
@@ -72,6 +73,7 @@ class Quantizer:
         program: Program,
         data: Calibration,
         criterion: Criterion,
+        quick: Criterion,
         keep_float: Sequence[str],
         progress: Callable[[str], None],
         end: float,
@@ -80,7 +82,7 @@ class Quantizer:
         smooth: bool,
     ) -> None:
         self._end = end
-        self.program, self.data, self.criterion = program, data, criterion
+        self.program, self.data, self._criterion, self._quick = program, data, criterion, quick
         self.progress_error: Exception | None = None  # what `progress` raised: the caller's
         self._tell = progress
         self.layers = layers_of(program)
@@ -230,7 +232,7 @@ class Quantizer:
         if chosen:
             self.progress(f"quantize: scores of {len(chosen)} calls of attention")
             rounded, _ = run(made, (ScoresInInt8(self._scores, chosen),), Limits(Numerics.LOSSY))
-            judgement = self._judged(rounded)
+            judgement = self._judged(rounded, self._criterion)
             if _is_safe(judgement):
                 made = rounded
             else:
@@ -313,28 +315,33 @@ class Quantizer:
         Args:
             effects: of all layers, in the order in which they are kept.
         """
-        said, count, expected = "", len(effects), _expected(effects, self.criterion.error_limit)
+        said, count, expected = "", len(effects), _expected(effects, self._quick.error_limit)
 
-        def is_accepted(kept: int) -> bool:
+        def is_accepted(kept: int, by: Criterion) -> bool:
             nonlocal said
             self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
-            judgement = self._judged(run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))[0])
-            if expected is not None:
+            judgement = self._judged(run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))[0], by)
+            if expected is not None and by is self._quick:
                 expected.correct(kept, judgement.error)
             if _is_safe(judgement):
                 return True
             said = judgement.text
             return False
 
-        return fewest_kept(count, at_least, is_accepted, None if expected is None else expected.fewest), said
+        guess = None if expected is None else expected.fewest
+        kept, step = fewest_kept(count, at_least, lambda tried: is_accepted(tried, self._quick), guess), 1
+        # A choice that is just good enough for the few inputs may not be so for those that candidates are judged by.
+        while self._quick is not self._criterion and kept < count and not is_accepted(kept, self._criterion):
+            kept, step = min(kept + step, count), 2 * step
+        return kept, said
 
-    def _judged(self, made: Program) -> Judgement:
-        """What the criterion says of a variant, as torch computes what it stands for."""
+    def _judged(self, made: Program, by: Criterion) -> Judgement:
+        """What a criterion says of a variant, as torch computes what it stands for."""
         _give_back(self.program)
         trial = simulated(made)
         del made
         _give_back(self.program)
-        judgement = self.criterion.judge(compile(trial, "eager", share_weights=True))
+        judgement = by.judge(compile(trial, "eager", share_weights=True))
         del trial
         _give_back(self.program)
         return judgement

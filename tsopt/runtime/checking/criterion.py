@@ -75,7 +75,7 @@ class Criterion(Protocol):
         """The relative error that audits allow for a single call: a multiple of the largest one on the data."""
 
     def on(self, model: Called, data: Sequence[Example]) -> Criterion:
-        """The same criterion on other inputs, for quick trials."""
+        """The same criterion on other inputs, for quick trials; itself where these would say too little."""
 
 
 class Likeness:
@@ -118,7 +118,17 @@ class Likeness:
         made, first = copy(self), self._answers.first(len(data))
         is_known = all(mine is call for mine, call in zip(first.calls, data, strict=False))
         made._answers = first if is_known else answers_of(model, data, self._state)
-        return made
+        # Where a single row is more than may be lost, a few inputs would accept or refuse by chance.
+        decides_by_one = self._metric == TOP1 and made._rows * self._max_drop < 1
+        return self if decides_by_one else made
+
+    @property
+    def _rows(self) -> int:
+        """How many rows of scores there are, or classes that have been chosen already."""
+        position = _scores_in(self._answers)
+        if position is None:
+            return sum(outputs[0].numel() for outputs in self._answers.outputs)
+        return sum(outputs[position].shape[:-1].numel() for outputs in self._answers.outputs)
 
     def judge(self, candidate: Called) -> Judgement:
         found, wanted = self._answers.beside(candidate, self._state)
