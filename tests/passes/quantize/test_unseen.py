@@ -41,7 +41,14 @@ def test_what_varied_once_has_a_range():
     assert unseen(lambda self, x, y: F.linear(F.linear(x, W) + F.linear(y, W), W), calls) == []
 
 
-ADDED = "it depends on arg1, which was always zero in the calibration data"
+ADDED = "it depends on arg1, which was always zero in the calibration data (add inputs where it is not)"
+LSTM = [torch.randn(32, 8, generator=seeded(1)) for _ in range(2)] + [torch.zeros(32) for _ in range(2)]
+GRU = [torch.randn(24, 8, generator=seeded(1)) for _ in range(2)] + [torch.zeros(24) for _ in range(2)]
+LAYERS = (True, 1, 0.0, False, False, True)
+
+
+def lstm(x, y):
+    return torch.lstm(x[None], (y[None], y[None]), LSTM, *LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +61,18 @@ ADDED = "it depends on arg1, which was always zero in the calibration data"
         (lambda x, y: (x + y).clamp(-1, 1), []),
         (lambda x, y: (x + y).clamp(max=1), [ADDED]),
         (lambda x, y: torch.where(y > 0, x, -x), []),
+        (lambda x, y: lstm(x, y)[0][0] * lstm(x, y)[1][0], []),
+        (lambda x, y: lstm(x, y)[2][0], [ADDED]),
+        (lambda x, y: torch.gru(x[None], y[None], GRU, *LAYERS)[0][0], [ADDED]),
+        (lambda x, y: F.grid_sample(x[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), []),
+        (lambda x, y: F.grid_sample((x + y)[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), [ADDED]),
         (lambda x, y: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], y[:, :2])[0, 0], []),
         (lambda x, y: F.scaled_dot_product_attention(x[None], x[None], (x + y)[None])[0], [ADDED]),
     ],
-    ids=["a layer", "a sum", "a norm", "a gate", "a range", "a bound", "a condition", "a mask", "attention"],
+    ids=[
+        *("a layer", "a sum", "a norm", "a gate", "a range", "a bound", "a condition"),
+        *("outputs of an LSTM", "its cells", "outputs of a GRU", "places", "samples", "a mask", "attention"),
+    ],
 )
 def test_what_an_input_of_zeros_adds_to_has_no_range(between, reasons):
     calls = [(x, torch.zeros(2, 8)) for x in varying()]
@@ -86,6 +101,19 @@ def test_a_state_that_begins_with_zeros_is_seen_as_later_calls_leave_it():
     assert len(qparams_of(values, observed)) == 2
     (kept,) = [observed[node.name] for node in values if node.name.endswith("kept")]
     assert 0.5 < kept.high <= 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_calls_are_repeated_to_see_a_state(count):
+    def forward(self, x):
+        y = F.linear(x + self.kept, W)
+        self.kept.add_(1)
+        return y
+
+    program = tsopt.capture(Net(forward, kept=torch.zeros(2, 8)), torch.zeros(2, 8))
+    (value,) = readers_of_integers(layers_of(program))
+    calls = [(torch.zeros(2, 8), torch.zeros(2, 8))] * count
+    assert observe(program, calls, [value], lambda text: None)[value.name].high == 7
 
 
 def test_calls_that_cannot_follow_each_other_begin_anew():

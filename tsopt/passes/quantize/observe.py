@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from tsopt.compiler.graph.quantized import QParams
 from tsopt.passes.quantize.layers import is_moved
 
 log = logging.getLogger("tsopt")
+STEPS = 8  # calls one after another, at least, of a model that keeps a state
 BINS = 2048  # of a histogram
 SHRUNK = tuple(1 - step / 50 for step in range(48))  # of a range: from all of it to a twenty-fifth
 
@@ -109,7 +111,8 @@ def observe(
     """Observes some values of a program on calibration data. Returns them by node name.
 
     Each call runs twice: once for the range of each value, once for the histogram over that range. If the model keeps a
-    state, each also runs with what the calls before it have left there: the first state says little of later ones.
+    state, each also runs with what the calls before it have left there: the first state says little of later ones. Few
+    calls are then repeated.
     """
     found = {node.name: Observed() for node in nodes}
     calls = list(calls)
@@ -124,6 +127,9 @@ def observe(
             progress(f"{number * len(calls) + position + 1} of {len(rounds) * len(calls)}")
             with torch.no_grad():
                 watched.run(*call)
+                later.run_next(call)
+        with torch.no_grad():
+            for call in itertools.islice(itertools.cycle(calls), len(calls), STEPS):
                 later.run_next(call)
     return found
 

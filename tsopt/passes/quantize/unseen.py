@@ -13,6 +13,8 @@ from tsopt.compiler.graph.program import Program
 from tsopt.passes.quantize.observe import Observed
 
 # Whatever they are given, their results are within a range that other inputs show as well.
+GATED = {"lstm", "rnn_tanh"}  # but not the third result of an LSTM, its cell state
+SAMPLING = {"grid_sampler", "grid_sampler_2d", "grid_sampler_3d"}  # at coordinates, which choose between values
 WITHIN = BOUNDED | {"softmax", "_softmax", "cos", "sin", "layer_norm", "rms_norm", "group_norm", "instance_norm"}
 
 
@@ -42,7 +44,8 @@ def unseen_values(program: Program, values: Iterable[fx.Node], observed: Mapping
             same = "zero" if _is_zero(seen) else f"{seen.low:.6g}"
             found[value.name] = f"its input was always {same} in the calibration data"
         elif value in added:
-            found[value.name] = f"it depends on {added[value]}, which was always zero in the calibration data"
+            unknown = f"it depends on {added[value]}, which was always zero in the calibration data"
+            found[value.name] = f"{unknown} (add inputs where it is not)"
     return found
 
 
@@ -67,7 +70,12 @@ def _ranging(program: Program, node: fx.Node) -> list[fx.Node]:
     name = base_name(node)
     if name in WITHIN or not _is_real(node) or is_bounded(program, node):
         return []
-    return [ops.bind(node)["value"]] if name == ATTENTION else list(node.all_input_nodes)
+    source = node.args[0] if name == "getitem" else None
+    if isinstance(source, fx.Node) and base_name(source) in GATED and node.args[1] in (0, 1):
+        return []
+    if name == ATTENTION or name in SAMPLING:
+        return [ops.bind(node)["value" if name == ATTENTION else "input"]]
+    return list(node.all_input_nodes)
 
 
 def _is_real(node: fx.Node) -> bool:
