@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.memory import overlap
-from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT
+from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, View
 from tsopt.compiler.calls.signature import Dim, Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
+REMEMBERED = 256  # combinations of sizes
 NO_GRADIENTS = "call the model itself, or use torch.no_grad() if gradients are not needed"
 
 
@@ -98,6 +99,7 @@ class Executable:
         views = ((i, item.view) for i, item in enumerate(returned) if item.view is not None)
         self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
         self._parts_by_size = any(view.places is not None for _, view in self._views)
+        self._placed: dict[tuple[Any, ...], list[tuple[int, View]]] = {}  # the views, by the sizes of a call
         self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
         self._runs(run)
 
@@ -222,13 +224,8 @@ class Executable:
         for position in self._lasting:
             made[position] = made[position].clone()
         joint: dict[int, Any] = {}
-        sizes: dict[str, int] = {}
-        if self._parts_by_size:
-            found = self.signature.sizes_of(inputs[: len(self.signature.user_inputs)])
-            sizes = {name: next(iter(size)) for name, size in found.items()}
-        for position, view in self._views:
+        for position, view in self._views_at(made, inputs) if self._parts_by_size else self._views:
             value = made[position]
-            view = view.at(sizes, tuple(value.shape))
             if view.kind == JOINT:
                 memory = joint.get(view.of)
                 memory = joint[view.of] = value.new_empty(view.layout) if memory is None else memory
@@ -236,6 +233,20 @@ class Executable:
             else:
                 made[position] = view.within((inputs if view.kind == INPUT else made)[view.of], value)
         return made
+
+    def _views_at(self, made: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[int, View]]:
+        """The views as they are for the sizes of a call."""
+        given = inputs[: len(self.signature.user_inputs)]
+        shapes = [tuple(made[position].shape) for position, _ in self._views]
+        key = (*[tuple(leaf.shape) for leaf in given], *shapes)
+        placed = self._placed.get(key)
+        if placed is None:
+            sizes = {name: next(iter(size)) for name, size in self.signature.sizes_of(given).items()}
+            placed = [(i, view.at(sizes, shape)) for (i, view), shape in zip(self._views, shapes, strict=True)]
+            if len(self._placed) >= REMEMBERED:
+                self._placed = {}
+            self._placed[key] = placed
+        return placed
 
     def _as_promised(self, outputs: Sequence[Any]) -> bool:
         if not self._axes:
