@@ -198,3 +198,19 @@ def test_a_clamp_that_promotes_stays():
 )
 def test_what_changes_the_sign_of_zero_stays_where_it_is_read(item, model):
     check_declines(item, model, specials(N), algebra.SIGN_READ)
+
+
+@pytest.mark.parametrize(
+    ("item", "model", "ops"),
+    [
+        (
+            *(algebra.small_power, lambda x: x / (x * x).sum(-1, keepdim=True) ** 0.5),
+            ["mul.Tensor", "sum.dim_IntList", "sqrt", "div.Tensor"],
+        ),
+        (algebra.clamp_clamp, lambda x: 1 / x.abs().relu().clamp(0, 6), ["abs", "clamp", "reciprocal", "mul.Tensor"]),
+        (algebra.plus_zero, lambda x: 1 / (x.exp() + 0.0), ["exp", "reciprocal", "mul.Tensor"]),
+    ],
+    ids=["a root", "a bound", "a sum"],
+)
+def test_where_no_zero_is_negative_its_sign_does_not_matter(item, model, ops):
+    check_fires(item, model, specials(N), ops=ops)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import wraps
-from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read
+from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read, may_be_negative_zero
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
@@ -74,9 +74,14 @@ def plus_zero_integer(at, x):
 )
 def plus_zero(at, x):
     """x + 0 -> x; keeps the sign of -0.0, which eager loses"""
-    if is_sign_of_zero_read(at.root):
+    if _tells_zeros(at, x):
         return at.skip(SIGN_READ)
     return x if at.same_type(x) else at.skip(CASTS)
+
+
+def _tells_zeros(at, x):
+    """Whether a negative zero in a value shows behind the rewritten call."""
+    return may_be_negative_zero(x) and is_sign_of_zero_read(at.root)
 
 
 # ---- signs --------------------------------------------------------------------------------------------------
@@ -172,7 +177,7 @@ def abs_relu(at, x):
     """abs(relu(x)) -> relu(x); relu keeps -0.0"""
     if x.target is not aten.relu.default:
         return None
-    return at.skip(SIGN_READ) if is_sign_of_zero_read(at.root) else x
+    return at.skip(SIGN_READ) if _tells_zeros(at, x) else x
 
 
 _BOUNDED = (
@@ -198,7 +203,7 @@ def clamp_clamp(at, x, *_):
         return at.skip(WRAPS)
     if not (outer[0] <= outer[1] and inner[0] <= inner[1]):  # nor where a bound is NaN
         return at.skip(CROSSED)
-    if at.root.meta["val"].is_floating_point() and is_sign_of_zero_read(at.root):
+    if at.root.meta["val"].is_floating_point() and _tells_zeros(at, x.args[0]):
         return at.skip(SIGN_READ)
     low, high = (min(max(bound, outer[0]), outer[1]) for bound in inner)
     if (low, high) == inner:
@@ -287,7 +292,7 @@ def small_power(at, x, n):
         return at.call(aten.mul.Tensor, x, x)
     if n == 3:
         return at.call(aten.mul.Tensor, at.call(aten.mul.Tensor, x, x), x)
-    if n == 0.5 and is_sign_of_zero_read(at.root):
+    if n == 0.5 and _tells_zeros(at, x):
         return at.skip(SIGN_READ)
     if n in forms and getattr(torch, at.type(x).dtype).is_floating_point:
         return at.call(forms[n], x)

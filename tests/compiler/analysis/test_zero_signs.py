@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tsopt
-from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read
+from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read, may_be_negative_zero
 
 X = torch.tensor([[-0.0, 0.0, 1.0], [2.0, -0.0, -3.0]])
 WEIGHT = torch.eye(3)
@@ -47,3 +47,34 @@ def test_what_reads_the_sign_of_a_zero(model, expected):
     program = tsopt.capture(model, X)
     (value,) = (node for node in program.graph.nodes if node.op == "placeholder")
     assert is_sign_of_zero_read(value) is expected
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda x: x, True),
+        (lambda x: x * 2, True),
+        (lambda x: x * X, True),
+        (lambda x: x * x, False),
+        (lambda x: x**2, False),
+        (lambda x: x**-2.0, False),
+        (lambda x: x**3, True),
+        (lambda x: x**0.5, True),
+        (lambda x: (x * x).sum(-1, keepdim=True).expand(2, 3).sqrt(), False),
+        (lambda x: x.sum(-1), True),
+        (lambda x: x.abs().t().mean(0), False),
+        (lambda x: torch.linalg.vector_norm(x, dim=-1), False),
+        (lambda x: x.relu(), True),
+        (lambda x: x.exp().relu(), False),
+        (lambda x: x + 1e-6, False),
+        (lambda x: x + X, True),
+        (lambda x: x + 0.0, True),
+        (lambda x: x - 1e-6, True),
+        (lambda x: x.half() + 1e-6, True),
+        (lambda x: torch.complex(x, x) * torch.complex(x, x), True),
+    ],
+)
+def test_what_may_be_a_negative_zero(model, expected):
+    program = tsopt.capture(model, X)
+    (value,) = program.graph.output_node().args[0]
+    assert may_be_negative_zero(value) is expected

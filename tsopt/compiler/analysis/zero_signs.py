@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from tsopt.compiler.analysis.range_rules import SAME_VALUES
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 
@@ -33,6 +34,9 @@ ENDING = frozenset(
     | {"softplus", "log", "log2", "log10", "logsumexp", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool2d"}
 )
 POWERS = frozenset({"pow", "float_power"})
+# Results that are never -0.0, and what has one only if its operand has.
+POSITIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "softmax", "var", "std", "norm", "linalg_vector_norm", "cosh"})
+KEEPING = frozenset({"sum", "mean", "amax", "amin", "cumsum", "sqrt", "relu"}) | SAME_VALUES
 
 
 def is_sign_of_zero_read(value: fx.Node) -> bool:
@@ -49,6 +53,28 @@ def is_sign_of_zero_read(value: fx.Node) -> bool:
                 seen.add(user)
                 pending.append(user)
     return False
+
+
+def may_be_negative_zero(value: fx.Node) -> bool:
+    """Whether a value may have a negative zero; squares and their sums have none."""
+    while ops.is_call(value):
+        name, given = base_name(value), ops.bind(value)
+        if any(item.is_complex() for item in ops.tensors_of(value.meta.get("val"))):
+            return True
+        if name in POSITIVE:
+            return False
+        if name == "mul" and given["self"] is given["other"]:
+            return False
+        if name in POWERS:
+            exponent = given["exponent"]
+            return not (isinstance(exponent, (int, float)) and exponent % 2 == 0)
+        if name == "add":  # x + c is zero where x is -c, and then positive; in 16 bits also where it is rounded to zero
+            other, is_wide = given["other"], value.meta["val"].dtype.itemsize > 2
+            return not (is_wide and isinstance(other, (int, float)) and other > 0 and given["alpha"] > 0)
+        if name not in KEEPING or not value.all_input_nodes:
+            return True
+        value = value.all_input_nodes[0]
+    return True
 
 
 def _reads(call: fx.Node, operand: fx.Node) -> bool:
