@@ -103,10 +103,14 @@ def test_an_engine_that_is_asked_for_and_cannot_keep_layers_is_refused(key):
     assert caught.value.fix == "leave out this candidate, or keep_float"
 
 
-@pytest.mark.parametrize(("precision", "fix"), [("bf16", "add one of: .*onednn.*"), ("tf32", "leave out keep_float")])
-def test_a_precision_in_which_nobody_keeps_layers_is_refused(precision, fix):
-    backend = {"bf16": "openvino", "tf32": "cudagraph"}[precision]
-    with pytest.raises(
-        UsageError, match=f"no selected backend supports {precision} with some layers in float32\n.*{fix}"
-    ):
+@pytest.mark.parametrize(
+    ("precision", "backend", "said", "fix"),
+    [
+        ("bf16", "openvino", "bf16", "add one of: .*onednn.*"),
+        ("tf32", "cudagraph", "tf32", "leave out keep_float"),
+        ("auto", "openvino", "a lower precision", "add one of: .*onednn.*"),
+    ],
+)
+def test_a_precision_in_which_nobody_keeps_layers_is_refused(precision, backend, said, fix):
+    with pytest.raises(UsageError, match=f"no selected backend supports {said} with some layers in float32\n.*{fix}"):
         candidates_for((backend,), precision, keep_float=True)

@@ -144,3 +144,18 @@ def test_another_constant_than_the_examples_is_refused():
         else:
             with pytest.raises(UsageError, match="does not fit the model"):
                 read_calibration(data, program.signature, example)
+
+
+class Adding(nn.Module):
+    """It counts whether its arguments are one tensor: it writes to one of them."""
+
+    def forward(self, image, bias):
+        return image.add_(1) - bias
+
+
+@pytest.mark.parametrize(("model", "apart"), [(Flat(), True), (Adding(), False)])
+def test_one_tensor_in_two_places_is_one_where_that_counts(model, apart):
+    x = torch.ones(2, 3)
+    program = tsopt.capture(model, (x, x))
+    (call,) = read_calibration([(x.clone(),) * 2], program.signature, as_example((x, x))).calls
+    assert (call.args[0] is not call.args[1]) is apart

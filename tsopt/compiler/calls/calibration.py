@@ -118,7 +118,8 @@ def read_calibration(
                 kept = found if place < share else spare
                 if len(kept) < MOST:
                     # Copies: a loader may fill the same memory with the next item.
-                    kept.append((number, row, Example(*owned((call.args, call.kwargs)))))
+                    made = Example(*owned((call.args, call.kwargs)))
+                    kept.append((number, row, made if signature.aliasing else made.apart()))
             progress(f"{len(found)} inputs")
             if len(found) >= MOST:
                 break

@@ -185,7 +185,7 @@ def _in_precision(
         able = sorted(name for name in BACKENDS if any(_takes(name, item, keep_float) for item in asked))
         beside = " with some layers in float32" if keep_float else ""
         raise UsageError(
-            f"no selected backend supports {precision}{beside}",
+            f"no selected backend supports {'a lower precision' if precision == AUTO else precision}{beside}",
             fix=f"add one of: {', '.join(able)}" if able else "leave out keep_float",
         )
     return tuple(found)
