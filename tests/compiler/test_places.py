@@ -66,3 +66,4 @@ def test_what_a_thread_has_for_itself(in_a_thread):
     assert place[name] == {"scale": 2.0, "shift": 1.0}
     place[name] = before
     assert vars(held) == {"scale": 1.0, "unread": 1}
+    assert place[name] is before, "put back, it has not changed"

@@ -63,6 +63,7 @@ class InThread(_Place):
         for gone in [name for name in held if name in self._read and name not in value]:
             del held[gone]
         held.update(value)
+        self._last = value
 
 
 class OfClass(_Place):
