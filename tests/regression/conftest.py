@@ -27,6 +27,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         scatter: times that little, for what is called `now`.
         error: what `now` fails with.
         meeting: microseconds that threads take to meet.
+        disturbed: how many of 20 calls of `now` take twice as long in each second session.
 
     Returns:
         What was timed in each session.
@@ -40,6 +41,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         scatter: float = 1.0,
         error: str = "",
         meeting: float | None = 12.0,
+        disturbed: int = 0,
     ):
         timed: list[list[str]] = []
 
@@ -47,7 +49,9 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
             off = 1 + scatter * WOBBLE[len(timed) % len(WOBBLE)]
             timed.append([EAGER, *calls])
             ms = {EAGER: eager, sessions.NOW: now * off, sessions.BEFORE: before}
-            timings = {name: Timing((ms[name],) * 7) for name in timed[-1]}
+            timings = {name: Timing((ms[name],) * 20) for name in timed[-1]}
+            slow = disturbed if len(timed) % 2 else 0
+            timings[sessions.NOW] = Timing(tuple(ms[sessions.NOW] * (1 + (i < slow)) for i in range(20)))
             if error:
                 timings[sessions.NOW] = Timing((), error=error)
             rows = [Row(name, key=MODEL if name == EAGER else name) for name in timed[-1]]

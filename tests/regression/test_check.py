@@ -32,6 +32,14 @@ def test_a_call_that_takes_longer_is_a_regression(model, baseline, paces, now, v
     assert found.sentence == f"Net: {verdict}"
 
 
+@pytest.mark.parametrize(("now", "verdict"), [(5.0, "ok"), (5.6, "slower")])
+def test_calls_that_another_process_disturbs_do_not_hide_it(model, baseline, paces, now, verdict):
+    paces(now=now, disturbed=15)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert found.verdict == verdict
+    assert len(found.now.speedups) == sessions.FEWEST
+
+
 def test_the_limit_is_the_users(model, baseline, paces):
     paces(now=5.6)
     assert tsopt.check(model, X, baseline, max_slowdown=0.3, **OPTIONS).verdict == "ok"
