@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,16 @@ def test_a_state_is_restored():
     assert drawn() != first
     state.restore()
     assert drawn() == first
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), np.random.rand, random.random])
+def test_a_state_is_current_until_something_is_drawn(draw):
+    state = RandomState.now()
+    assert state.is_current()
+    draw()
+    assert not state.is_current()
+    state.restore()
+    assert state.is_current()
 
 
 def test_a_seed_decides_what_is_drawn():

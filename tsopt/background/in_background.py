@@ -277,6 +277,7 @@ class InBackground:
                 if job.watch.changed():  # another thread was faster: nor is the model to be compared with it
                     return
                 executable = self._checked(job, state, job.made(answer.signature, running.key[0]), apart)
+                executable.draws = answer.draws
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding

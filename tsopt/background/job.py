@@ -49,11 +49,13 @@ class Answer:
     Attributes:
         written: the model's names for the state of the program, in its order.
         signature: of the winner, which is in a bundle next to the answer; None if eager won.
+        draws: whether calls of the model may draw random numbers.
     """
 
     report: Report
     written: tuple[str, ...] = ()
     signature: Signature | None = None
+    draws: bool = True
 
 
 class Job:

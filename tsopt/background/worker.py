@@ -19,6 +19,7 @@ from tsopt.background.job import ANSWER, BUNDLE, REQUEST, Answer, named_tensors,
 from tsopt.compiler.other_threads import THREADS
 from tsopt.errors import GraphBreakError, TsoptError
 from tsopt.runtime.bundles.store import save
+from tsopt.runtime.calling.audit import may_draw
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.sandbox.processes import descendants, import_path, kill, working_directory
 
@@ -60,7 +61,7 @@ def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answ
     # The nesting goes into the answer: bundles hold no objects.
     flat = executable.called_as(executable.signature.flat())
     save(flat, directory / BUNDLE, model, fast.example, fast.report)
-    return Answer(fast.report, written, executable.signature)
+    return Answer(fast.report, written, executable.signature, may_draw(executable))
 
 
 def _end_with_the_caller(directory: Path) -> None:

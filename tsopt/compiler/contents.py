@@ -73,7 +73,7 @@ class Contents:
     def are_same(self) -> bool:
         """Whether nothing has changed."""
         held = all(_same(held, content) for held, content, _ in self._held)
-        return held and all(_same_state(now(), state) for _, now, state in self._states)
+        return held and all(same_state(now(), state) for _, now, state in self._states)
 
     def put_back(self, *, but: Iterable[int] = (), only_tensors: Literal["objects", "all", ""] = "") -> bool:
         """Restores what has changed, and touches nothing else: other threads may be looking.
@@ -91,7 +91,7 @@ class Contents:
             if id(held) not in left and not _same(held, content):
                 changed |= _restore(held, content, only_tensors == "all" or (of_object and bool(only_tensors)))
         for set_state, state_now, state in self._states:
-            if not _same_state(state_now(), state):
+            if not same_state(state_now(), state):
                 set_state(state)
                 changed = True
         return changed
@@ -149,13 +149,14 @@ def _state_of(value: Any) -> tuple[Callable[[Any], object], Callable[[], Any]] |
     return None
 
 
-def _same_state(a: Any, b: Any) -> bool:
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two states of a random generator are the same."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return all(_same_state(a[key], b[key]) for key in a)
+        return all(same_state(a[key], b[key]) for key in a)
     if isinstance(a, tuple):
-        return all(map(_same_state, a, b))
+        return all(map(same_state, a, b))
     return bool(np.array_equal(a, b))
 
 

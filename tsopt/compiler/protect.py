@@ -27,7 +27,12 @@ from tsopt.compiler.script_state import ScriptState
 
 @contextmanager
 def protected(
-    model: Any, *, written: Iterable[torch.Tensor] = (), inference: bool = True, among_threads: bool = False
+    model: Any,
+    *,
+    written: Iterable[torch.Tensor] = (),
+    inference: bool = True,
+    among_threads: bool = False,
+    draws: bool = True,
 ) -> Iterator[None]:
     """Runs a block in which the model may be called and traced, then puts back what that changed.
 
@@ -40,6 +45,8 @@ def protected(
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
         inference: run the block without gradients.
         among_threads: as for `kept`.
+        draws: the block may draw random numbers. Otherwise they are put back only where no other thread runs, which
+            would draw once more what it has drawn meanwhile.
     """
     modules, written = modules_of(model), list(written)
     attributes = Attributes(modules)
@@ -59,7 +66,8 @@ def protected(
             yield
     finally:
         # The process first: whatever becomes of the model, its switches are back.
-        random_state.restore()
+        if draws or not others_run():
+            random_state.restore()
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
@@ -84,7 +92,7 @@ def protected(
 
 @contextmanager
 def kept(
-    modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor], *, among_threads: bool = False
+    modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor], *, among_threads: bool = False, draws: bool = True
 ) -> Iterator[None]:
     """Runs calls of a model in between others, then puts back what they have changed of it, and random numbers.
 
@@ -94,6 +102,7 @@ def kept(
         tensors: whose values are put back.
         among_threads: another thread may meanwhile load weights or change the mode, and that stays: of parameters,
             buffers and submodules, only the tensors given are put back.
+        draws: as for `protected`.
     """
     tensors = list(tensors)
     modules = list(modules)
@@ -104,7 +113,8 @@ def kept(
     try:
         yield
     finally:
-        random_state.restore()
+        if draws or not others_run():
+            random_state.restore()
         attributes.put_back(among_threads=among_threads)
         _put_back_tables(tables)
         with torch.no_grad():

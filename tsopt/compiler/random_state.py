@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tsopt.compiler.contents import same_state
+
 
 def seed_torch(seed: int) -> None:
     """Seeds the CPU, and the GPUs if they are in use.
@@ -43,6 +45,13 @@ class RandomState:
     def now(cls) -> RandomState:
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), gpus, np.random.get_state(), random.getstate())
+
+    def is_current(self) -> bool:
+        """Whether nothing has been drawn since."""
+        now = RandomState.now()
+        mine, theirs = (self.cpu, *(self.gpus or ())), (now.cpu, *(now.gpus or ()))
+        same = len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+        return same and self.python == now.python and same_state(self.numpy, now.numpy)
 
     def restore(self) -> None:
         if not torch.equal(torch.get_rng_state(), self.cpu):

@@ -271,7 +271,7 @@ def due(fast):
     return fast
 
 
-@pytest.mark.usefixtures("parts_win")
+@pytest.mark.usefixtures("parts_win", "single_threaded")
 def test_an_audit_leaves_what_the_python_of_the_model_counts():
     model = Branches().eval()
     fast = due(optimized(model))
@@ -305,6 +305,50 @@ def test_an_audit_leaves_what_the_python_of_the_model_collects():
     fast(X)
     assert (fast._audits.count, fast.backend) == (1, "parts")
     assert len(MEANS) == 2
+
+
+def beside_another(fast, work, in_a_thread):
+    """The same, while another thread does some work in each call."""
+    run = fast._run
+    fast._run = lambda *args, **kwargs: in_a_thread(work) or run(*args, **kwargs)
+    return fast
+
+
+@pytest.mark.usefixtures("parts_win", "another_thread")
+def test_what_another_thread_counts_during_an_audit_stays(in_a_thread):
+    model = Branches().eval()
+    fast = beside_another(due(optimized(model)), lambda: model.count.add_(1), in_a_thread)
+    count = model.count.clone()
+    fast(X)
+    assert fast._audits.count == 1
+    assert model.count == count + 2
+
+
+class Signs(nn.Module):
+    """Decides by its values, and writes nothing in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x))
+        return {"y": hidden if hidden.sum() > 1e6 else -hidden}
+
+
+@pytest.mark.usefixtures("parts_win", "another_thread")
+def test_parts_that_leave_no_trace_are_compared_beside_another_thread(in_a_thread):
+    model, drawn = Signs().eval(), []
+
+    def work():
+        drawn.append(torch.rand(1).item())
+        model.norm.num_batches_tracked.fill_(7)
+
+    fast = beside_another(optimized(model, frontend="parts"), work, in_a_thread)
+    assert fast.difference((X,), {}) == ""
+    work()
+    assert len(set(drawn)) == 2
+    assert model.norm.num_batches_tracked == 7
 
 
 @pytest.mark.usefixtures("parts_win")

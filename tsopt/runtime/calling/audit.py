@@ -22,7 +22,10 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.capture.shadow import shadow_of
+from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import kept, modules_of
 from tsopt.compiler.sizes.specialize import sizes_in, specialize
@@ -31,6 +34,7 @@ from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
 from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.racing.rehearsal import rehearsal_of, stand_in
 
 log = logging.getLogger("tsopt")
 SHARE = 0.01  # of the time served
@@ -171,6 +175,7 @@ def difference(
     reference: Program | None = None,
     limit: float | None = None,
     runs_python: bool = False,
+    draws: bool = True,
 ) -> str | None:
     """How a candidate differs from the model on a call; "" if it does not, None if that cannot be decided.
 
@@ -181,6 +186,7 @@ def difference(
         reference: the captured program, whose float64 values tell rounding from errors.
         limit: of the relative error of each output, for a candidate in a lower precision.
         runs_python: the candidate runs Python code of the model, which may change its modules.
+        draws: calls may draw random numbers. Otherwise those of other threads are left alone.
 
     Never raises an Exception: the caller has not asked for an audit.
     """
@@ -192,13 +198,13 @@ def difference(
         buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
         written = list({id(tensor): tensor for tensor in (*buffers, *state)}.values())
         # A buffer that the program does not write may have been written by another thread, which must not be undone.
-        among_threads = threading.active_count() > 1 and not runs_python
+        among_threads = others_run()
         restored = state if among_threads else written
 
         def answer(called: Callable[..., Any], modules: Sequence[nn.Module]) -> _Answer:
             args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
-            with kept(modules, restored, among_threads=among_threads):
-                return _Answer.of(called, args, kwargs, written)
+            with kept(modules, restored, among_threads=among_threads, draws=draws):
+                return _Answer.of(called, args, kwargs, restored)
 
         versions = [*map(_version, buffers)] if among_threads else []
         theirs = answer(model, modules)
@@ -208,9 +214,12 @@ def difference(
                 return "the model's state differs from eager after the call: a buffer is written that was not before"
         mine = answer(candidate, modules if runs_python else ())
         found = theirs.other_than(mine, limit)
+        if found and not among_threads and others_run():
+            return None  # a thread that has begun meanwhile may have written what differs
         if found and limit is None and reference is not None and not theirs.error and not mine.error:
             reference = specialize(reference, sizes_in(reference.signature, call))
-            verdict = Oracle(model, call, reference, only=AUDITED).judge(candidate)
+            beside_others = among_threads and not draws
+            verdict = Oracle(model, call, reference, only=AUDITED, beside_others=beside_others).judge(candidate)
             return "" if verdict.ok else verdict.reason.replace(f" on the {AUDITED} input", "")
         return found
     except Exception as error:  # whatever the inputs are that cannot be copied or compared
@@ -270,7 +279,40 @@ class _Answer:
 
 
 def executable_difference(executable: Executable, model: Callable[..., Any], call: Example) -> str | None:
-    """`difference` for an executable."""
+    """`difference` for an executable.
+
+    Other threads share the generators of random numbers, and what calls write. Beside them, calls that draw are not
+    compared, and copies are written instead.
+    """
+    draws, beside_others = may_draw(executable), others_run()
+    if not beside_others or not (draws or executable.state):
+        return _difference(executable, model, call, draws)
+    apart = None if draws else _apart(executable, model)
+    found = None if apart is None else _difference(*apart, call, draws)
+    # Code may reach the model past its copy: a difference between the two would be one as well.
+    is_sure = not found or stand_in(model, executable.state, call, always_compared=True) is not None
+    return found if is_sure else None
+
+
+def _difference(executable: Executable, model: Callable[..., Any], call: Example, draws: bool) -> str | None:
     limit = executable.tolerance or LIMITS.get(executable.precision)
+    state, reference = executable.state, executable.reference
     with kept_outside(model):
-        return difference(executable, model, call, state=executable.state, reference=executable.reference, limit=limit)
+        return difference(executable, model, call, state=state, reference=reference, limit=limit, draws=draws)
+
+
+def may_draw(executable: Executable) -> bool:
+    """Whether calls of its model may draw random numbers, as far as the captured program says."""
+    if executable.draws is None and executable.reference is not None:
+        executable.draws = any(map(ops.draws, executable.reference.calls()))
+    return executable.draws is not False
+
+
+def _apart(executable: Executable, model: Callable[..., Any]) -> tuple[Executable, Callable[..., Any]] | None:
+    """An executable and a copy of its model that write copies of its state; None where these cannot be made."""
+    rehearsal = rehearsal_of(model, executable.signature, shadow_of(model, written=executable.state))
+    made = executable.called_as(executable.signature)
+    made.state = [*map(rehearsal.twin, executable.state)]
+    made.reference = executable.reference and rehearsal.program(executable.reference)
+    shared = any(twin is tensor for twin, tensor in zip(made.state, executable.state, strict=True))
+    return None if shared else (made, rehearsal.model)

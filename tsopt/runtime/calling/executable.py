@@ -80,6 +80,7 @@ class Executable:
         if sys.modules.get("torch") is not None:
             untraced(type(self).__call__)
         self.reference = reference
+        self.draws: bool | None = None  # whether calls of the model draw random numbers; None: as `reference` does
         self.limits: tuple[Dim, ...] = ()  # how far the ranges of its dynamic sizes can be widened
         self.passed_over: tuple[str, ...] = ()  # candidates that were tried before it, and why they were not chosen
         # Of the quantized layers of its program, in graph order: whether each runs on integers; empty where that is not
@@ -130,7 +131,7 @@ class Executable:
             place=self.place,
             model=self.model,
         )
-        made.limits = self.limits
+        made.limits, made.draws = self.limits, self.draws
         return made
 
     def __repr__(self) -> str:

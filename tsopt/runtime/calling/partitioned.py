@@ -19,9 +19,11 @@ from torch import fx, nn
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.capture.names import name_of
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.protect import InEvalMode, modules_of, protected, training_of
+from tsopt.compiler.protect import InEvalMode, is_untouched, modules_of, protected, training_of
 from tsopt.compiler.quiet import silent
+from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import attributes_written
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
@@ -31,6 +33,7 @@ from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
@@ -53,6 +56,9 @@ class Partitioned:
     Attributes:
         report: the race, the parts, and why the model is not one graph.
         backend: `parts`; `torchscript` for a TorchScript model; `eager` if the model itself is the fastest.
+
+    Args:
+        leaves_no_trace: a call of the model changes nothing of it and draws no random numbers.
     """
 
     def __init__(
@@ -62,8 +68,10 @@ class Partitioned:
         report: Report,
         audits: Audits | None = None,
         on_gradients: str = "eager",
+        *,
+        leaves_no_trace: bool = False,
     ) -> None:
-        self.model, self.report = model, report
+        self.model, self.report, self._leaves_no_trace = model, report, leaves_no_trace
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
         self._mode = OwnMode(model)
@@ -110,8 +118,11 @@ class Partitioned:
             return None  # in training mode the model is no reference
         if iterator_in(args, kwargs) is not None:
             return None  # the first of the two calls would consume it
+        if others_run() and not self._leaves_no_trace:
+            return None  # nobody knows what to put back, and what is theirs
+        draws = not self._leaves_no_trace
         with torch.no_grad(), kept_outside(self.model):
-            return difference(self._run, self.model, Example(args, kwargs), runs_python=True)
+            return difference(self._run, self.model, Example(args, kwargs), runs_python=True, draws=draws)
 
     def unwatched(self) -> None:
         """Turns off audits, for a caller that audits it and watches the weights itself."""
@@ -197,6 +208,7 @@ def optimize_partitioned(
                 weighed = len(graphs)
                 cold = ColdStart.of([traced, *first_calls(run, inputs, wait)])
             verdict = oracle.judge(run)
+            leaves_no_trace = _leaves_no_trace(model, inputs[0])
         except Exception as error:  # from TorchDynamo, or from the model under it
             said = (str(error).splitlines() or [""])[0][:200]
             raise CaptureError("TorchDynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
@@ -211,7 +223,14 @@ def optimize_partitioned(
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
-    return Partitioned(model, run, _report(model, rows, graphs, because), audits, on_gradients)
+    report = _report(model, rows, graphs, because)
+    return Partitioned(model, run, report, audits, on_gradients, leaves_no_trace=leaves_no_trace)
+
+
+def _leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
+    """Whether a call changes no attribute and no buffer, and draws no random numbers."""
+    call, before = InputSet("example", example).clone(), RandomState.now()
+    return is_untouched(model, lambda: model(*call.args, **call.kwargs)) and before.is_current()
 
 
 def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:

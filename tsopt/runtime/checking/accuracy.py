@@ -43,7 +43,7 @@ class Oracle:
     """The verdicts on candidates, by eager's answers, which are computed once.
 
     Args:
-        model, example, program, seed, state, few, only: see EagerAnswers.
+        model, example, program, seed, state, few, only, beside_others: see EagerAnswers.
         strict_specials: what differs on NaN and infinities is wrong, not a note.
 
     Raises:
@@ -61,8 +61,10 @@ class Oracle:
         few: bool = False,
         strict_specials: bool = False,
         only: str = "",
+        beside_others: bool = False,
     ) -> None:
-        self.eager = EagerAnswers(model, example, program, seed=seed, state=state, few=few, only=only)
+        asked = {"seed": seed, "state": state, "few": few, "only": only, "beside_others": beside_others}
+        self.eager = EagerAnswers(model, example, program, **asked)  # type: ignore[arg-type]
         self._strict_specials = strict_specials
 
     @property

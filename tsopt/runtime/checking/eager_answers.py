@@ -64,6 +64,8 @@ class EagerAnswers:
         state: what the model may write beside its inputs; the program says it where there is one.
         few: two input sets.
         only: a name for the example, where that is the only input set and is called once, whatever its answers are.
+        beside_others: other threads run, whose random numbers and tensors are left alone: calls draw none, and write
+            nothing but the state.
 
     Raises:
         AccuracyError: the model fails on its example, or returns no finite value on any input set.
@@ -79,8 +81,9 @@ class EagerAnswers:
         state: Sequence[torch.Tensor],
         few: bool,
         only: str,
+        beside_others: bool = False,
     ) -> None:
-        self.program, self.only = program, only
+        self.program, self.only, self._beside_others = program, only, beside_others
         self._model = model
         self.seed = seed
         self.expected: list[Expected] = []
@@ -217,6 +220,8 @@ class EagerAnswers:
 
     def frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
         """In which a model or a candidate is called on a kind of input set."""
+        if self._beside_others:
+            return protected(model, written=state, among_threads=True, draws=False)
         return _Seeded(protected(model, written=state), self.seed, kind)
 
     def largest_output(self, kinds: Sequence[str]) -> float:
