@@ -230,3 +230,34 @@ def test_the_text_of_a_program_at_given_sizes_has_no_conditions():
     program = tsopt.capture(of_both, rows(5, 7), dynamic={"x": {0: "n", 1: "m"}})
     assert "only where n * m != 24" in program.text
     assert "only where" not in specialize(program, {"n": 5, "m": 6}).text
+
+
+class Pairs(nn.Module):
+    """Adds rows up in pairs where that is possible."""
+
+    def forward(self, x):
+        return (x.reshape(-1, 2, 4).sum(1) if x.shape[0] % 2 == 0 else x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("model", "examples", "why"),
+    [
+        (Pairs(), [rows(5), rows(8)], "batch is 5, expected .*multiples of 2"),
+        (Pairs(), [rows(8), rows(5)], "batch is 5, expected .*multiples of 2"),
+        (lambda x: x * 2 if x.shape[0] > 5 else x - 1, [rows(3), rows(8)], r"batch is 3, expected 6\.\."),
+        (lambda x: x * 2 if x.numel() != 77 else x - 1, [rows(7, 11), rows(12, 14)], "!= 77 does not hold"),
+    ],
+)
+def test_a_program_is_for_all_of_its_examples(model, examples, why):
+    with pytest.raises(CaptureError, match=f"(?s)differs between the examples.*in another one .*{why}"):
+        tsopt.capture(model, examples)
+
+
+@pytest.mark.parametrize("size", [1, 9])
+def test_an_example_outside_of_its_range_is_refused(size):
+    with pytest.raises(UsageError, match=f"the example has n = {size}, outside its range"):
+        tsopt.capture(lambda x: x * 2, [rows(4), rows(size)], dynamic={"x": {0: "n[2..8]"}})
+
+
+def test_an_example_without_rows_is_in_the_range():
+    assert dims(tsopt.capture(nn.Linear(4, 2).eval(), [rows(0), rows(8)])) == {"batch": (0, None, 1)}

@@ -205,6 +205,56 @@ def test_where_one_program_cannot_serve_two_sizes_each_is_captured(wins):
         torch.testing.assert_close(fast(x), model(x))
 
 
+class Pairs(nn.Module):
+    """Adds rows up in pairs where that is possible."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        return self.inner(x.reshape(-1, 2, 6).sum(1) if x.shape[0] % 2 == 0 else x)
+
+
+def test_where_one_program_is_for_one_of_two_sizes_each_is_captured(wins):
+    model = Pairs().eval()
+    fast = tsopt.optimize(model, torch.randn(8, 6), **OPTIONS)
+    for rows in (5, 8, 5, 7):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x).detach())
+    assert outcomes(fast)[0] == "captured for onnxruntime"
+    several = tsopt.optimize(model, [torch.randn(5, 6), torch.randn(8, 6)], **OPTIONS)
+    assert several.backend == "onnxruntime"
+    assert several.report.sizes.startswith("none is dynamic: the model depends on a size")
+
+
+def test_an_error_in_tsopt_costs_a_new_signature_its_speed(optimized_by, mlp, caplog):
+    asked = []
+
+    def broken(example):
+        asked.append(example)
+        raise ZeroDivisionError("a mistake")
+
+    fast, x = optimized_by("eager", another=broken), torch.randn(5, 6)
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), mlp(x).detach())
+    assert len(asked) == 1
+    assert outcomes(fast) == ["runs in eager mode: internal error in tsopt (ZeroDivisionError)"]
+    assert "internal error in tsopt at a call with a new signature" in caplog.text
+    assert "a mistake" in caplog.text
+
+
+def test_an_error_in_tsopt_while_a_range_grows(wins, monkeypatch, caplog):
+    def broken(*_):
+        raise ZeroDivisionError("a mistake")
+
+    model, x = net(), torch.randn(40, 6)
+    fast = tsopt.optimize(model, [torch.randn(4, 6), torch.randn(6, 6)], **OPTIONS)
+    monkeypatch.setattr(new_signatures, "widened", broken)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert "a mistake" in caplog.text
+
+
 def test_where_the_winner_is_wrong_the_next_one_is_taken(wins, monkeypatch):
     real = request_module.race
     asked = []

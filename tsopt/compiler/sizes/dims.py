@@ -138,7 +138,11 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
 
 
 def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
-    """What to capture: the largest example is traced, with dynamic sizes of 0 and 1 made larger."""
+    """What to capture: the largest example is traced, with dynamic sizes of 0 and 1 made larger.
+
+    Raises:
+        UsageError: a size is outside the range that the user has given for it.
+    """
     flat = [flatten((item.args, item.kwargs)) for item in examples]
     structure = counted(flat) or flat[0][1]
     seen = {
@@ -146,6 +150,15 @@ def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
         for position, found in axes.items()
         for axis in found
     }
+    for (position, axis), sizes in seen.items():
+        given = axes[position][axis]
+        odd = next((size for size in sizes if given is not None and not given.admits(size)), None)
+        if given is not None and odd is not None:
+            raise UsageError(
+                f"the example has {given.name} = {odd}, outside its range",
+                why=f"the range is {given}",
+                fix="use an example with a size in the range",
+            )
     sums = list(map(sum, zip(*seen.values(), strict=True)))
     chosen = sums.index(max(sums))
     wanted = {place: max(sizes[chosen], SMALLEST) for place, sizes in seen.items()}

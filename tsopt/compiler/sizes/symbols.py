@@ -16,13 +16,13 @@ from torch.export.graph_signature import InputKind
 
 from tsopt.compiler.calls.conditions import ALWAYS, Condition, Places
 from tsopt.compiler.calls.counters import axes_of, replaced
-from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
+from tsopt.compiler.calls.signature import DERIVED, Axes, Dim, dim_of, misfit
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import Dynamic, Place
 from tsopt.compiler.sizes.guards import Range, Ties, conditions_of, in_python, narrow
 from tsopt.compiler.sizes.specialize import retyped, traced_sizes
-from tsopt.errors import CaptureError, UsageError
+from tsopt.errors import CaptureError
 
 PLACES = "places"  # of the output node's meta: `Symbols.places`
 
@@ -35,21 +35,12 @@ def hinted(size: Any) -> int:
 def shapes_of(wanted: Dynamic, inputs: Sequence[torch.Tensor]) -> tuple[dict[int, Any], ...]:
     """The `dynamic_shapes` of torch.export for flat inputs."""
     return tuple(
-        {axis: _hint(dim, tensor.shape[axis]) for axis, dim in wanted.axes.get(position, {}).items()}
-        for position, tensor in enumerate(inputs)
+        {axis: _hint(dim) for axis, dim in wanted.axes.get(position, {}).items()} for position in range(len(inputs))
     )
 
 
-def _hint(dim: Dim | None, traced: int) -> Any:
-    if dim is None or dim.high is None:
-        return ExportDim.AUTO
-    if traced > dim.high:
-        raise UsageError(
-            f"the example has {dim.name} = {traced}, outside its range",
-            why=f"the range is {dim}",
-            fix="use an example with a size in the range",
-        )
-    return ExportDim.AUTO(max=dim.high)
+def _hint(dim: Dim | None) -> Any:
+    return ExportDim.AUTO if dim is None or dim.high is None else ExportDim.AUTO(max=dim.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,8 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
     """Reads the symbols of an exported program.
 
     Raises:
-        CaptureError: the model has but one size where several are wanted, or decides by a size.
+        CaptureError: the model has but one size where several are wanted, or decides by a size, so that what was traced
+            is not for all of the examples.
     """
     import sympy
 
@@ -123,13 +115,35 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         )
 
     outputs = [node.meta["val"] for node in exported.graph.output_node().args[0]]
-    return Symbols(
+    made = Symbols(
         tuple(dict.fromkeys(dims.values())),
         tuple(named(values[name]) for name in users),
         tuple(named(value) for value in outputs),
         tuple(conditions_of(guards, dims, as_first)),
         tuple(_places(value, dims, as_first) for value in outputs),
     )
+    _check_examples(made, wanted)
+    return made
+
+
+def _check_examples(symbols: Symbols, wanted: Dynamic) -> None:
+    """Only one of the examples was traced: what was found must be for the others, too."""
+    for number in range(len(next(iter(wanted.seen.values())))):
+        sizes: dict[str, set[int]] = {dim.name: set() for dim in symbols.dims}
+        for (position, axis), seen in wanted.seen.items():
+            name, more = dim_of(symbols.inputs[position][axis] or "")
+            sizes[name].add(seen[number] - more)
+        reason = misfit(symbols.dims, sizes)
+        alone = {name: next(iter(found)) for name, found in sizes.items()}
+        failed = None if reason else next((item for item in symbols.conditions if not item.holds_at(alone)), None)
+        if reason or failed is not None:
+            raise CaptureError(
+                "the model depends on a size that differs between the examples",
+                where=(failed and failed.where) or None,
+                why=f"the largest example was traced; in another one {reason or f'{failed} does not hold'}",
+                fix="leave this size out of dynamic: each size is captured when it is first called; or pass examples "
+                "for which the model does the same",
+            )
 
 
 def _places(value: Any, dims: dict[Any, Dim], as_first: dict[Any, Any]) -> Places | None:
@@ -209,7 +223,8 @@ def _dim(
         )
     (position, axis), constraint = places[0], exported.range_constraints.get(symbol)
     name = given[0].name if given else "batch" if axis == 0 else f"{names[position]}_{axis}"
-    low, high = (given[0].low, given[0].high) if given else (1, None)
+    least_seen = min(min(wanted.seen[place]) for place in places)
+    low, high = (given[0].low, given[0].high) if given else (min(least_seen, 1), None)
     if constraint is not None:
         least, most = int(constraint.lower), constraint.upper
         low = max(low, least) if least > ALWAYS else low

@@ -153,7 +153,7 @@ class NewSignatures:
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         seen = self._seen(key)
         for several in seen.several:
-            wider = None if key in several.refused else widened(self.model, several.executable, example)
+            wider = None if key in several.refused else self._wider(several.executable, example)
             if wider is not None:
                 several.executable = wider
                 return wider
@@ -221,13 +221,25 @@ class NewSignatures:
         finally:
             self.seconds += time.monotonic() - start
 
+    def _wider(self, executable: Executable, example: Example) -> Executable | None:
+        try:
+            return widened(self.model, executable, example)
+        except Exception as error:  # a bug in tsopt costs this call its speed
+            self._internal(error)
+            return None
+
+    def _internal(self, error: Exception) -> None:
+        log.warning("internal error in tsopt at a call with a new signature", exc_info=error)
+
     def _for_several_sizes(self, seen: Seen, partner: CallKey, example: Example, signature: str) -> Executable | None:
         """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""
         try:
             other = resized(example, sizes_of(partner), partner[0])
             executable = self._timed(example, other)
-        except TsoptError as error:
+        except Exception as error:
             seen.failures += 1
+            if not isinstance(error, TsoptError):
+                self._internal(error)
             log.info("calls like %s are not captured for several sizes: %s", signature, error)
             return None
         self._note(signature, _captured_for(executable))
@@ -236,8 +248,11 @@ class NewSignatures:
     def _for_one_size(self, example: Example, signature: str) -> Callable[..., Any]:
         try:
             executable = self._timed(example)
-        except TsoptError as error:
-            outcome = f"runs in eager mode: {error.what}"
+        except Exception as error:
+            if not isinstance(error, TsoptError):
+                self._internal(error)
+            what = error.what if isinstance(error, TsoptError) else f"internal error in tsopt ({type(error).__name__})"
+            outcome = f"runs in eager mode: {what}"
 
             def eager(*args: Any, **kwargs: Any) -> Any:
                 result = self._eager(*args, **kwargs)
