@@ -30,9 +30,10 @@ def backend(
 ) -> Callable[..., Any]:
     """The torch.compile backend registered as `tsopt`.
 
-    A graph is optimized at its first call under torch.no_grad() or torch.inference_mode(), and again when its weights
-    have been written to, up to three times; where gradients are required it runs unchanged. Writes through numpy or
-    `.data` are found by audits only, within a hundred calls or more: see docs/audits.md.
+    A graph is optimized at its first call under torch.no_grad() or torch.inference_mode(), for the weights of each
+    object that calls it, and again when these have been written to, up to three times; where gradients are required it
+    runs unchanged. Writes through numpy or `.data` are found by audits only, within a hundred calls or more: see
+    docs/audits.md.
 
     Args:
         graph: the graph that TorchDynamo has captured.

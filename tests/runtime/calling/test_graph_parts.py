@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from tsopt.errors import CaptureError
-from tsopt.runtime.calling import graph_parts, unseen_writes
+from tsopt.runtime.calling import graph_forms, graph_parts, unseen_writes
 from tsopt.runtime.calling.graph_parts import Graph, as_lines, weigh
 
 X = torch.ones(4)
@@ -183,3 +185,136 @@ def test_a_graph_that_is_not_optimized_yet_watches_nothing():
     graph = scaled(lambda *_: refuse())
     assert len(unseen_writes._watchers) == before
     assert graph.fast is None
+
+
+def numbered(count):
+    return [nn.Parameter(torch.full((4,), float(number))) for number in range(count)]
+
+
+def test_it_is_optimized_for_the_weights_of_each_object_that_calls_it():
+    made, weights = [], numbered(6)
+    graph = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=3)
+    with torch.no_grad():
+        for order in (weights, weights, weights[::-1]):
+            for weight in order:
+                assert torch.equal(graph(X, weight), X * weight)
+                assert torch.equal(graph.fast.weight, weight)
+        assert graph.every_fast == made
+        assert len(made) == 6
+        weights[2].add_(10)
+        for weight in weights:
+            assert torch.equal(graph(X, weight), X * weight)
+    assert len(made) == 7
+    assert graph.refused == ""
+
+
+def test_one_object_whose_weights_change_costs_the_others_nothing():
+    made, (steady, changing) = [], numbered(2)
+    graph = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=1)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for weight in (steady, changing):
+                assert torch.equal(graph(X, weight), X * weight)
+            changing.add_(1)
+        assert graph.fast is None
+        graph(X, steady)
+        assert graph.fast is made[0]
+    assert (len(made), len(said)) == (3, 1)
+    assert "is not optimized any more: its weights change between calls" in str(said[0].message)
+
+
+def test_more_objects_than_it_is_optimized_for_are_served_by_the_graph_itself(monkeypatch):
+    monkeypatch.setattr(graph_parts, "MOST_OBJECTS", 2)
+    made, weights = [], numbered(4)
+    graph = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=3)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for weight in (*weights, *weights):
+            assert torch.equal(graph(X, weight), X * weight)
+    assert (len(made), len(said)) == (2, 1)
+    assert "more than 2 objects call it" in str(said[0].message)
+
+
+def test_what_was_made_for_weights_that_are_gone_is_gone():
+    made = []
+    graph = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=3)
+    (weight,) = numbered(1)
+    with torch.no_grad():
+        graph(X, weight)
+    there = weakref.ref(made.pop())
+    del weight
+    gc.collect()
+    assert there() is None
+    assert graph.fast is None
+
+
+@pytest.mark.parametrize(("calls", "count"), [(1, graph_parts.LOSSES + 1), (5, 12)])
+def test_weights_that_are_replaced_all_the_time_are_not_optimized_for_and_those_of_one_model_after_another_are(
+    monkeypatch, calls, count
+):
+    monkeypatch.setattr(graph_forms, "PAYS", 5)
+    graph = scaled(lambda bound, _: made.append(1) or Compiled(bound), changes=3)
+    made = []
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            (weight,) = numbered(1)
+            for _ in range(calls):
+                assert torch.equal(graph(X, weight), X * weight)
+    assert len(made) == count
+    assert [" its weights are replaced between calls." in str(item.message) for item in said] == [True] * (count != 12)
+
+
+def test_where_eager_wins_for_one_object_it_is_not_tried_for_others():
+    made, weights = [], numbered(3)
+
+    class Eager(Compiled):
+        executable, report = None, SimpleNamespace(is_eager=True)
+
+    graph = scaled(lambda bound, _: made.append(Eager(bound)) or made[-1], changes=3)
+    with torch.no_grad():
+        for weight in (*weights, *weights):
+            assert torch.equal(graph(X, weight), X * weight)
+            weight.add_(1)
+    assert len(made) == 1
+
+
+def test_a_part_takes_the_time_of_one_object_and_all_are_optimized():
+    optimized = []
+    graph, small = taking(0.1, optimized), taking(0.01, optimized)
+    shared = scaled(lambda bound, _: Compiled(bound))
+    as_it_is, weights = shared._as_it_is, numbered(4)
+
+    def run(*args):
+        Clock.now += 0.1
+        return as_it_is(*args)
+
+    shared._as_it_is = run
+
+    def timed():
+        start = Clock.now
+        with torch.no_grad():
+            for weight in weights:
+                shared(X, weight)
+        return Clock.now - start + call([graph, small], 0.09)
+
+    weigh([graph, small, shared], timed)
+    assert shared.share == pytest.approx(graph.share)
+    timed()
+    assert (len(shared.every_fast), optimized) == (4, [0.1])
+
+
+def test_what_is_released_runs_unchanged_and_holds_nothing():
+    made = []
+    graph = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=3)
+    weights = numbered(2)
+    with torch.no_grad():
+        graph(X, weights[0])
+        there = weakref.ref(made.pop())
+        graph.release()
+        gc.collect()
+        assert there() is None
+        for weight in weights:
+            assert torch.equal(graph(X, weight), X * weight)
+    assert (made, graph.every_fast) == ([], [])

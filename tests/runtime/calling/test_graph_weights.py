@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tsopt.runtime.calling import graph_weights
-from tsopt.runtime.calling.graph_weights import GraphWeights, silently_written
+from tsopt.runtime.calling.graph_weights import Constants, GraphWeights, silently_written
 
 
 @pytest.fixture
@@ -62,13 +64,87 @@ def test_statistics_without_a_counter_are_compared_now_and_then(clock):
     assert not weights.are(of(layer))
 
 
-def test_what_the_graph_writes_itself_does_not_count(clock):
-    layer = nn.BatchNorm1d(4)
-    weights = watched(layer)
-    weights.leave_out(layer.buffers())
-    layer.running_mean.add_(1)
-    clock[0] += 1000
-    assert weights.are(of(layer))
+def test_weights_are_not_kept_alive_and_what_comes_in_their_place_is_not_taken_for_them():
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    weights, there = GraphWeights({0: first, 2: second}), weakref.ref(first)
+    assert weights.are([first, None, second])
+    del first
+    assert there() is None
+    assert weights.is_gone
+    assert not any(weights.are([nn.Parameter(torch.ones(4)), None, second]) for _ in range(20))
+
+
+def test_statistics_are_not_kept_alive():
+    layer = nn.BatchNorm1d(4, affine=False)
+    weights, there = watched(layer), [weakref.ref(buffer) for buffer in layer.buffers()]
+    del layer
+    assert [buffer() for buffer in there] == [None] * 3
+    assert weights.is_gone
+
+
+def constants(function, *args, owned=(), known=()):
+    """The positions of the constants among the arguments; `owned` are marked as TorchDynamo does it."""
+    for i in owned:
+        torch._dynamo.mark_static_address(args[i])
+    return sorted(Constants(function, ()).among(args, known))
+
+
+def test_what_the_graph_writes_and_what_shares_its_memory_is_no_constant():
+    state, weight = torch.zeros(4), nn.Parameter(torch.ones(4))
+    other = state[1:]
+
+    def writes(x, state, weight, other):
+        state[:2].add_(x.sum() * weight[:2])
+        return state + other.sum()
+
+    assert constants(writes, torch.ones(4), state, weight, other, owned=(1, 3)) == [2]
+    assert torch.equal(state, torch.zeros(4)), "nothing is written to find that out"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_written_is_told_in_any_mode(mode):
+    state, weight = torch.zeros(4), nn.Parameter(torch.ones(4))
+    with mode():
+        x = torch.ones(4)
+        assert constants(lambda x, state, weight: state.add_(x) * weight, x, state, weight, owned=(1,)) == [2]
+        assert constants(lambda x, state, weight: weight.mul_(2) * state, x, state, weight, owned=(1,)) == [1]
+
+
+def test_buffers_that_others_write_are_inputs_unless_parameters_change_as_well():
+    args = [torch.ones(4), torch.zeros(4), nn.Parameter(torch.ones(4))]
+    torch._dynamo.mark_static_address(args[1])
+    found = Constants(lambda x, state, weight: x * state * weight, ())
+    for written, left in (((1, 2), [1, 2]), ((2,), [1, 2]), ((), [1, 2]), ((1,), [2])):
+        weights = GraphWeights(found.among(args, ()))
+        with torch.no_grad():
+            for i in written:
+                args[i].add_(1)
+        assert weights.rewritten(args) == {*written}
+        assert found.vary(weights.rewritten(args), args) == (written == (1,))
+        assert sorted(found.among(args, ())) == left
+
+
+def test_where_that_cannot_be_told_buffers_are_inputs():
+    state, weight = torch.zeros(4), nn.Parameter(torch.ones(4))
+
+    def needs_values(x, state, weight):
+        return state * weight if x.sum().item() > 0 else state
+
+    assert constants(needs_values, torch.ones(4), state, weight, owned=(1,)) == [2]
+
+
+def test_buffers_of_another_object_are_constants_and_those_that_are_replaced_are_not():
+    """TorchDynamo marks the buffers of the object that it has traced, and no others."""
+    layers = [nn.BatchNorm1d(4) for _ in range(2)]
+    found, known = Constants(lambda *args: args[2] + args[3], ()), []
+    for layer in layers:
+        torch._dynamo.mark_static_address(layers[0].running_mean)
+        torch._dynamo.mark_static_address(layers[0].running_var)
+        args = of(layer)
+        assert sorted(found.among(args, known)) == [0, 1, 2, 3]
+        known.append(GraphWeights(found.among(args, known)))
+    layers[0].running_mean = torch.ones(4)
+    assert sorted(found.among(of(layers[0]), known)) == [0, 1, 3]
 
 
 def test_statistics_that_hold_nan_have_not_changed(clock):

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -22,7 +22,8 @@ from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.audit import LOOK_AT
-from tsopt.runtime.calling.graph_weights import GraphWeights, silently_written
+from tsopt.runtime.calling.graph_forms import Form, Forms
+from tsopt.runtime.calling.graph_weights import Constants, alias_of, silently_written, written_among
 from tsopt.runtime.calling.optimized import Optimized
 
 log = logging.getLogger("tsopt")
@@ -32,6 +33,8 @@ COVERED = 0.9  # of the time of all parts: once the largest ones take as much, t
 # Times as much for graphs that turn up later, for other sizes perhaps: there may be many. And how many are optimized.
 LATER, MOST_LATER = 5, 4
 CALLS, CALL_SECONDS = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
+LOSSES = 3  # times that weights are replaced before the form for them has paid; then no other is made
+MOST_OBJECTS = 128  # that a graph is optimized for, each with its own weights
 # Seconds for optimizing all parts, about, but this many for each at least.
 FOR_ALL, FOR_EACH = 120.0, 20.0
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
@@ -57,7 +60,7 @@ def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
             graph.is_timed = False
         for graph in weighed:
             if graph.seconds:
-                graph.share = max(graph.share or 0.0, graph.seconds / seconds)
+                graph.share = max(graph.share or 0.0, graph.seconds / seconds / graph.objects)
         spent.append(seconds)
     _leave_the_small([graph for graph in weighed if graph.share is not None])
     return min(spent)
@@ -65,21 +68,23 @@ def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
 
 def _leave_the_small(graphs: Sequence[Graph]) -> None:
     """Leaves those as they are that take too little of the time, and what the others take most of."""
-    whole, covered = sum(graph.share or 0.0 for graph in graphs), 0.0
+    whole, covered = sum((graph.share or 0.0) * graph.objects for graph in graphs), 0.0
     for graph in sorted(graphs, key=lambda graph: -(graph.share or 0.0)):
         if (graph.share or 0.0) < LEAST_SHARE:
             graph.leave(f"less than {LEAST_SHARE:.0%} of the time")
         elif covered > COVERED * whole - 1e-9:
             graph.leave(f"larger parts take {COVERED:.0%} of the time of all parts")
-        covered += graph.share or 0.0
+        covered += (graph.share or 0.0) * graph.objects
 
 
 def as_lines(graphs: Sequence[Graph]) -> list[str]:
     """What became of each graph; those with the same outcome in one line."""
     found: dict[str, list[int]] = {}
     for number, item in enumerate(graphs, 1):
-        wins = item.fast and f"{item.fast.report.nodes[1]} op nodes, {item.fast.report.winner} wins"
-        found.setdefault(wins or item.refused, []).append(number)
+        reports = [fast.report for fast in item.every_fast]
+        wins = [f"{report.nodes[1]} op nodes, {report.winner} wins" for report in reports]
+        for outcome in dict.fromkeys(wins or [item.refused]):  # that of each object, where several call it
+            found.setdefault(outcome, []).append(number)
     return [f"part{'s' if len(numbers) > 1 else ''} {_said(numbers)}: {what}" for what, numbers in found.items()]
 
 
@@ -98,15 +103,16 @@ class Graph:
     """One graph of TorchDynamo: optimized at its first call without gradients, otherwise run unchanged.
 
     Parameters and buffers, which TorchDynamo passes in each call, are treated as constants for as long as they are the
-    same tensors and have not been written to.
+    same tensors and have not been written to. Objects of one class call the same graph: it is optimized for the weights
+    of each. Tensors that the graph itself writes, buffers that others write, and what is replaced are inputs.
 
     Args:
-        changes: how often it is optimized again when they have changed; then it is run unchanged.
+        changes: how often it is optimized again when weights have been written to; then it is run unchanged with them.
 
     Attributes:
         refused: why it was not optimized.
         seconds: that it has run for, unchanged, while `is_timed`.
-        share: of the time of a call; None if that is not known.
+        share: of the time of a call, with the weights of one object; None if that is not known.
         late: seconds of a call of the model, for a graph that turned up when the others had been weighed: its first
             call weighs it.
         has_room: whether one more of these is optimized.
@@ -130,12 +136,14 @@ class Graph:
         self._forward = graph.forward  # not the module, which prints what it raises
         self._writes = silently_written(graph.graph)
         self._place = next(filter(None, (origin_in(node.meta).get("source") for node in graph.graph.nodes)), "")
-        self._changes, self._left = changes, changes
+        self._changes, self._losses = changes, LOSSES
         self.known = {} if known is None else known  # by what decides about them
         self.refused = ""
-        # What serves calls, and the parameters and buffers that it was made with: other threads read both at once.
-        self._served: tuple[Optimized, GraphWeights] | None = None
-        self._tried = False
+        self._objects: set[tuple[int, ...]] = set()  # the parameters of those that called it while it was timed
+        self._constants = Constants(self._forward, self._writes)
+        self._forms = Forms()
+        self._served: Form | None = None  # what served the last call: other threads read it at once
+        self._tried = self._is_closed = False  # whether it was ever optimized; whether it is not, for other weights
         self._lock = threading.Lock()
         forks.tell(self)
 
@@ -151,24 +159,35 @@ class Graph:
             return self._as_it_is(*args)
         if self.is_timed or (self.late is not None and not self._shares(args)):
             return self._timed(args)
-        if not self._tried:
-            with self._lock:
-                if not self._tried:
-                    self._optimize(args)
-                    self._tried = True
-        served = self._served
-        if served is not None and not served[1].are(args):
-            served = self._optimized_again(served[0], args)
-        if served is None or served[0].executable is None:
+        form = self._served
+        if form is None or not form.are(args):
+            form = self._serving(args)
+        fast = None if form is None else form.fast
+        if form is None or fast is None or fast.executable is None:
             return self._as_it_is(*args)
-        fast, weights = served
-        return fast(*[value for i, value in enumerate(args) if i not in weights.positions])
+        form.calls += 1
+        return fast(*[value for i, value in enumerate(args) if i not in form.positions])
 
     @property
     def fast(self) -> Optimized | None:
-        """The optimized graph; None before the first call, or if it was not optimized."""
-        served = self._served
-        return None if served is None else served[0]
+        """The optimized graph, as it served the last call; None before the first call, or if it was not optimized."""
+        form = self._served
+        return None if form is None else form.fast
+
+    @property
+    def every_fast(self) -> list[Optimized]:
+        """The optimized graph for the weights of each object."""
+        return [form.fast for form in self._forms if form.fast is not None]
+
+    @property
+    def objects(self) -> int:
+        """How many objects called it while it was timed."""
+        return max(1, len(self._objects))
+
+    def release(self) -> None:
+        """Lets go of what it was optimized to, and runs unchanged from now on."""
+        self._is_closed, self._served = True, None
+        self._forms.release()
 
     def _as_it_is(self, *args: Any) -> Any:
         found = self._forward(*args)
@@ -176,30 +195,61 @@ class Graph:
             unseen_writes.written(args[i] for i in self._writes if not isinstance(args[i], nn.Parameter))
         return found
 
-    def _optimized_again(self, fast: Optimized, args: Sequence[Any]) -> tuple[Optimized, GraphWeights] | None:
-        """What serves a call with other weights than the last one."""
-        if not self._changes or fast.report.is_eager:
-            return None  # the graph itself is what runs, with whatever weights
-        with self._lock:
-            served = self._served
-            if served is None or served[1].are(args):  # another thread was faster
-                return served
-            self._served = None
-            self._left -= 1
-            if self._left < 0:
-                self.refused = "its weights change between calls"
-                self._warn(
-                    f"is not optimized any more: {self.refused}. Once they are final, torch._dynamo.reset() lets the "
-                    "next call optimize it again"
-                )
-                return None
-            log.info("%s is optimized again: its weights have changed", self._name)
-            self._optimize(args)
-            return self._served
+    def _serving(self, args: Sequence[Any]) -> Form | None:
+        """What serves a call, if it is not what served the last one; None if the graph itself has to."""
+        form = self._forms.serving(args)
+        if form is None and not (self._is_closed and self._forms.made_for(args) is None):
+            lock = self._lock  # a fork meanwhile gets another one
+            # While another thread optimizes it again, or for other weights, the graph itself serves this call.
+            if lock.acquire(blocking=not self._tried):
+                try:
+                    form = self._optimized(args)
+                finally:
+                    lock.release()
+        if form is not None:
+            self._served = form
+        return form
 
-    def _differs(self, weights: GraphWeights, found: str, weights_changed: bool) -> None:
+    def _optimized(self, args: Sequence[Any]) -> Form | None:
+        """What serves a call with other weights, or with weights that have been written to."""
+        while (form := self._forms.serving(args)) is None:  # or another thread was faster
+            changed = self._forms.made_for(args)
+            if changed is None and self._is_closed:
+                return None
+            changes = self._changes if changed is None else changed.changes
+            if changed is not None and not self._constants.vary(changed.rewritten(args), args):
+                changes -= 1
+            if changed is not None and changes < 0:
+                changed.give_up()
+                if self._changes:
+                    self._stop("its weights change between calls")
+                continue
+            constants = self._constants.among(args, self._forms)
+            if changed is None:
+                self._losses -= self._forms.forget_the_gone()
+                if self._losses < 0 or len(self._forms) >= MOST_OBJECTS:
+                    self._is_closed = True
+                    many = f"more than {MOST_OBJECTS} objects call it, each with weights of its own"
+                    self._stop("its weights are replaced between calls" if self._losses < 0 else many)
+                    return None
+            else:
+                self._forms.remove(changed)
+                log.info("%s is optimized again: its weights have changed", self._name)
+            self._optimize(args, constants, changes)
+            self._tried = True
+        return form
+
+    def _stop(self, reason: str) -> None:
+        """Says that it is not optimized again."""
+        self.refused = reason
+        self._warn(
+            f"is not optimized any more: {reason}. Once they are final, torch._dynamo.reset() lets the "
+            "next call optimize it again"
+        )
+
+    def _differs(self, form: Form, found: str, weights_changed: bool) -> None:
         """An audit found a difference: the next call optimizes it again."""
-        weights.outdate()
+        form.outdate()
         why = "its weights were written through numpy or .data" if weights_changed else LOOK_AT
         self._warn(f"runs unchanged until it is optimized again: an audit found a difference ({found}); {why}")
 
@@ -217,6 +267,7 @@ class Graph:
         self.wait()
         spent = time.perf_counter() - start
         self.seconds += spent
+        self._objects.add(tuple(id(value) for value in args if isinstance(value, nn.Parameter)))
         with self._lock:
             if self.late is not None:
                 self.share, self.late = spent / self.late, None
@@ -241,54 +292,64 @@ class Graph:
         """It is run unchanged from now on."""
         self.refused, self._is_left = reason, True
 
-    def _optimize(self, args: Sequence[Any]) -> None:
-        weights = {i: value for i, value in enumerate(args) if _is_static(value)}
+    def _optimize(self, args: Sequence[Any], weights: Mapping[int, torch.Tensor], changes: int) -> None:
+        """Adds a form for these weights; if there is none, it is not optimized for others either."""
         values = [value for i, value in enumerate(args) if i not in weights]
         training = any(training_of(module for module in self.graph.modules() if module is not self.graph))
         if training or not any(isinstance(value, torch.Tensor) for value in values):
-            self.refused = "a module is in training mode" if training else "nothing to compute"
+            self._refuse("a module is in training mode" if training else "nothing to compute")
             return
-        if self._shares(args) or self._is_left:
+        if self._shares(args):
             return
-        seen = GraphWeights(weights)  # before it is optimized: what is written meanwhile is a change
+        if self._is_left:
+            self._is_closed = True
+            return
+        form = Form(weights, changes)  # before it is optimized: what is written meanwhile is a change
         try:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 fast = found(_Bound(self.graph, weights, self._place), example(*values))
         except UsageError as error:
             self._warn(f"runs as it is: {'; '.join(filter(None, (error.what, error.fix)))}")
-            self.refused = error.what
+            self._refuse(error.what)
             return
         except TsoptError as error:
             log.info("a graph of torch.compile is not optimized: %s", error)
-            self.refused = error.what
+            self._refuse(error.what)
             return
-        seen.leave_out(fast.program.state.values())
-        fast.unwatched(partial(self._differs, seen) if self._changes else None)  # changed weights are detected here
-        self._served, self.refused = (fast, seen), ""
+        if written_among(weights.values(), fast.program.state.values()):
+            self._refuse("it writes to its weights")  # those of the object that it was optimized for
+            return
+        fast.unwatched(partial(self._differs, form) if self._changes else None)  # changed weights are detected here
+        form.holds(fast)
+        self._is_closed |= fast.report.is_eager  # as it would be with other weights: its time does not depend on them
+        self._forms.add(form)
+        self.refused = ""
         self.known[self._key(args)] = self
+
+    def _refuse(self, reason: str) -> None:
+        self.refused, self._is_closed = reason, True
 
     def _shares(self, args: Sequence[Any]) -> bool:
         """Whether the same graph has been optimized, which serves for this one then."""
         twin = self.known.get(self._key(args))
-        served = None if twin is None else twin._served
-        if served is None or not served[1].are(args):
+        form = None if twin is None or twin is self else twin._forms.serving(args)
+        if form is None:
             return False
-        self._served = served
+        self._forms.add(form)
+        self._served = form
         self.late, self._tried = None, True
         return True
 
     def _key(self, args: Sequence[Any]) -> Any:
         """What decides about a graph: dynamo traces the same one again, for a counter in Python, say."""
-        weights = {i: value for i, value in enumerate(args) if _is_static(value)}
-        values = [value for i, value in enumerate(args) if i not in weights]
-        types = [TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
+        what = [id(value) if isinstance(value, nn.Parameter) else _type_of(value) for value in args]
         own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
-        return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
+        return self.graph.code, *what, *own
 
 
 class _Bound(nn.Module):
-    """The graph with its weights, called with the rest."""
+    """The graph with its weights, called with the rest. It does not keep the weights alive, but their memory."""
 
     def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor], place: str) -> None:
         super().__init__()
@@ -298,9 +359,9 @@ class _Bound(nn.Module):
         self.places = tuple(weights)
         for i, value in weights.items():
             if isinstance(value, nn.Parameter):
-                self.register_parameter(f"weight_{i}", value)
+                self.register_parameter(f"weight_{i}", cast(nn.Parameter, alias_of(value)))
             else:
-                self.register_buffer(f"weight_{i}", value)
+                self.register_buffer(f"weight_{i}", alias_of(value))
         self.training = False
 
     def forward(self, *values: Any) -> Any:
@@ -311,8 +372,5 @@ class _Bound(nn.Module):
         )
 
 
-def _is_static(value: Any) -> bool:
-    """Whether dynamo passes this tensor because a module owns it."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return False
-    return isinstance(value, nn.Parameter) or hasattr(value, "_dynamo_static_input_type")
+def _type_of(value: Any) -> Any:
+    return TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value)
