@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +51,13 @@ KEYS = {PARTS: "parts", SCRIPT: "torchscript"}  # as options `frontend`, which l
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 
+# A graph, an example of its inputs, and the seconds that may be spent.
+OptimizePart = Callable[[Callable[..., Any], Example, float | None], Optimized]
+NO_GRAPHS = (
+    "TorchDynamo compiles none of its code; if it has compiled many models of this class, torch._dynamo.reset() lets "
+    "it start again"
+)
+
 
 class Partitioned:
     """A drop-in for a model with graph breaks: each graph is optimized, the Python code between them is kept.
@@ -68,10 +77,12 @@ class Partitioned:
         report: Report,
         audits: Audits | None = None,
         on_gradients: str = "eager",
+        lease: Lease | None = None,
         *,
         leaves_no_trace: bool = False,
     ) -> None:
         self.model, self.report, self._leaves_no_trace = model, report, leaves_no_trace
+        self._lease = None if report.winner_key == MODEL else lease
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
         self._mode = OwnMode(model)
@@ -103,7 +114,7 @@ class Partitioned:
             self._audits.end()
             text = f"{CHANGED.format(self.report.model)}: calls keep using the old ones"
             if self._weights is None or not self._weights.changed():
-                self._run, self.backend = self.model, "eager"
+                self._run, self.backend, self._lease = self.model, "eager", None
                 text = (
                     f"{self.report.model} runs in eager mode from now on: "
                     f"an audit found a difference ({found}); {LOOK_AT}"
@@ -149,10 +160,68 @@ class Partitioned:
         return f"<tsopt.Partitioned {self.report.model} on {self.backend}, {self.report.why}>"
 
 
+class Lease:
+    """Whoever calls the parts of a model holds it: once nobody does, they let go of what was made of them.
+
+    Args:
+        optimize: called with a graph, an example of its inputs, and the seconds that may be spent.
+    """
+
+    def __init__(self, optimize: OptimizePart, progress: Progress, wait: Callable[[], None]) -> None:
+        self.optimize, self.progress = optimize, progress
+        self.parts = Parts(weakref.ref(self), wait)
+        weakref.finalize(self, self.parts.release).atexit = False
+
+
+class Parts:
+    """The backend of one torch.compile: makes the graphs, and has them optimized.
+
+    TorchDynamo keeps it for as long as the code of the model's class exists, so it does not keep the model alive.
+
+    Attributes:
+        graphs: in the order in which they were traced.
+        call_seconds: of a call of the model, with its graphs as they are, once these have been weighed.
+    """
+
+    def __init__(self, lease: weakref.ref[Lease], wait: Callable[[], None]) -> None:
+        self.graphs: list[Graph] = []
+        self.call_seconds: float | None = None
+        self._lease, self._wait = lease, wait
+        self._known: dict[Any, Graph] = {}
+        self._weighed = 0
+
+    def backend(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        number = len(self.graphs) + 1
+
+        def announced(called: Callable[..., Any], inputs: Example) -> Optimized:
+            lease = self._lease()
+            if lease is None:
+                raise CaptureError("the model that it is a part of is gone")
+            lease.progress(f"part {number} of {len(self.graphs)}")
+            return lease.optimize(called, inputs, made.budget)
+
+        made = Graph(graph, announced, self._known)
+        made.is_timed, made.late, made.wait = self.call_seconds is None, self.call_seconds, self._wait
+        made.has_room = lambda: sum(item.is_wanted for item in self.graphs[self._weighed :]) <= MOST_LATER  # itself too
+        self.graphs.append(made)
+        return made
+
+    def weigh(self, timed_call: Callable[[], float]) -> None:
+        """Finds out which graphs are worth optimizing; those that turn up from now on are late."""
+        self.call_seconds = weigh(self.graphs, timed_call)
+        self._weighed = len(self.graphs)
+
+    def release(self) -> None:
+        """Lets go of what the graphs were optimized to."""
+        for graph in self.graphs:
+            graph.release()
+        self._known.clear()
+
+
 def optimize_partitioned(
     model: Callable[..., Any],
     example_input: Example,
-    optimize: Callable[[Callable[..., Any], Example, float | None], Optimized],
+    optimize: OptimizePart,
     *,
     script: Any = None,
     because: CaptureError | None,
@@ -176,36 +245,19 @@ def optimize_partitioned(
         CaptureError: TorchDynamo fails on the model as well.
         AccuracyError: the model fails on its example, or nothing about it can be verified.
     """
-    graphs: list[Graph] = []
-    known: dict[Any, Graph] = {}
-    call_seconds: float | None = None  # of the model, with its graphs as they are, once these have been weighed
-    weighed = 0
     wait = device_wait(example_input)
-
-    def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        number = len(graphs) + 1
-
-        def announced(called: Callable[..., Any], inputs: Example) -> Optimized:
-            progress(f"part {number} of {len(graphs)}")
-            return optimize(called, inputs, graphs[number - 1].budget)
-
-        made = Graph(graph, announced, known)
-        made.is_timed, made.late, made.wait = call_seconds is None, call_seconds, wait
-        made.has_room = lambda: sum(item.is_wanted for item in graphs[weighed:]) <= MOST_LATER  # itself among them
-        graphs.append(made)
-        return made
-
+    lease = Lease(optimize, progress, wait)
+    parts = lease.parts
     state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
     with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
-        title, run = _compiled(model if script is None else script, backend)
+        title, run = _compiled(model if script is None else script, parts.backend)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
         inputs = Judge(oracle).inputs
         try:
             with torch.no_grad(), protected(model):
                 (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
-                call_seconds = weigh(graphs, lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0])
-                weighed = len(graphs)
+                parts.weigh(lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0])
                 cold = ColdStart.of([traced, *first_calls(run, inputs, wait)])
             verdict = oracle.judge(run)
             leaves_no_trace = _leaves_no_trace(model, inputs[0])
@@ -223,8 +275,8 @@ def optimize_partitioned(
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
-    report = _report(model, rows, graphs, because)
-    return Partitioned(model, run, report, audits, on_gradients, leaves_no_trace=leaves_no_trace)
+    report = _report(model, rows, parts.graphs, because)
+    return Partitioned(model, run, report, audits, on_gradients, lease, leaves_no_trace=leaves_no_trace)
 
 
 def _leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
@@ -251,8 +303,16 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
         # Of a copy: what is frozen shares the weights that nothing folds with what it was frozen from.
         return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(copy.deepcopy(model)))
     if isinstance(model, InEvalMode):
-        return PARTS, InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
-    return PARTS, torch.compile(model, backend=backend, dynamic=False)
+        return PARTS, InEvalMode(cast(nn.Module, _by_dynamo(model.module, backend)))
+    return PARTS, _by_dynamo(model, backend)
+
+
+def _by_dynamo(model: Any, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled apart from other models of its class, of which TorchDynamo would serve eight and no more."""
+    apart: dict[str, Any] = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    )
+    return torch.compile(model, backend=backend, dynamic=False, **apart)
 
 
 def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:
@@ -260,8 +320,9 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
     wins = rows[1].status == "ok" and gain is not None and gain.verdict == "faster"
     distinct = list({id(item.fast or item): item for item in graphs}.values())
     count = sum(item.fast is not None for item in distinct)
-    rows[1] = replace(rows[1], notes=tuple(as_lines(distinct)))
-    nodes = [item.fast.report.nodes for item in distinct if item.fast]
+    notes = as_lines(distinct) if distinct or title == SCRIPT else [NO_GRAPHS]
+    rows[1] = replace(rows[1], notes=tuple(notes))
+    nodes = [fast.report.nodes for item in distinct for fast in item.every_fast]
     why = (
         "capture as one graph was not tried"
         if because is None
