@@ -90,3 +90,77 @@ def test_whole_numbers_may_be_chosen_in_another_order_only_where_they_are_equal(
 def test_complex_numbers_are_compared_in_both_parts():
     x = torch.complex(torch.ones(4), torch.arange(4.0))
     assert not judged(lambda x: x * 2 == 2.0, lambda x: x.real * 2 == 2.0, x).ok
+
+
+# ---- what is another number than the other decision gives ----------------------------------------------------
+
+SHADES = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 1.2
+
+
+def pixels(x):
+    return (x * 255.0).clamp(0.0, 255.0).to(torch.uint8)
+
+
+@pytest.mark.parametrize("model", [pixels, lambda x: (x * 255.0).round().clamp(0.0, 255.0).to(torch.uint8)])
+@pytest.mark.parametrize("wrong", [0, 254, 17])
+def test_a_whole_number_on_which_rounding_has_no_hold_is_not_replaced_by_any_other(model, wrong):
+    verdict = judged(model, lambda x: model(x).masked_fill(model(x) == 255, wrong), SHADES)
+    assert not verdict.ok
+    assert "uint8 values differ" in verdict.reason
+
+
+@pytest.mark.parametrize("way", [1, -1])
+@pytest.mark.parametrize("cut", [torch.trunc, torch.floor, torch.ceil, torch.round])
+def test_a_number_next_to_a_jump_becomes_what_is_on_either_side_of_it_and_nothing_else(cut, way):
+    middles = (torch.arange(1.0, 200.0) + (0.5 if cut is torch.round else 0.0)) / 255.0
+    edges = torch.cat([middles * (1 + side * 2**-23) for side in (-1, 0, 1)])
+    model = lambda x: cut(x * 255.0).clamp(0.0, 255.0).to(torch.uint8)  # noqa: E731
+    near = lambda x: cut(x.double() * 255.0 * (1 + way * 1e-6)).clamp(0.0, 255.0).to(torch.uint8)  # noqa: E731
+    assert judged(model, near, edges).test == "decision"
+    assert not judged(model, lambda x: (near(x).int() + way * 2).clamp(0, 255).to(torch.uint8), edges).ok
+
+
+def test_a_cast_that_wraps_is_not_taken_for_one_that_saturates():
+    def model(x):
+        return (x * 2147483648.0).clamp(-2147483648.0, 2147483647.0).to(torch.int32)
+
+    x = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    x[:4] = 1.0
+    wrong = lambda x: torch.where(model(x) == 2147483647, -2147483648, model(x))  # noqa: E731
+    assert not judged(model, wrong, x).ok
+
+
+def test_large_numbers_may_be_off_by_what_their_dtype_cannot_tell():
+    x = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 1
+    model = lambda x: (x * 3e8).clamp(0, 1e9).to(torch.int64)  # noqa: E731
+    assert judged(model, lambda x: (x.double() * 3e8).clamp(0, 1e9).to(torch.int64), x).test == "decision"
+    assert not judged(model, lambda x: (x.double() * 3.01e8).clamp(0, 1e9).to(torch.int64), x).ok
+
+
+NEAR_A_HALF = torch.tensor([0.1, 0.2, 0.5 - 1e-7, 0.5, 0.5 + 1e-7, 0.9]) / 3
+MASKS = {
+    "a cast": (lambda y, t: (y > t).long(), None),
+    "not": (lambda y, t: ~(y > t), None),
+    "logical not": (lambda y, t: torch.logical_not(y > t), None),
+    "and": (lambda y, t: (y > t) & (y < 2), None),
+    "or": (lambda y, t: (y > t) | (y > 2), None),
+    "a choice of numbers": (lambda y, t: torch.where(y > t, 255, 7), 9),
+    "a choice of tensors": (lambda y, t: torch.where(y > t, torch.arange(6), -torch.arange(6)), 99),
+    "several": (lambda y, t: torch.where(~((y > t) & (y < 2)), 3, torch.where(y > t, 4, 5)), 6),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_what_is_made_of_a_comparison_may_be_what_the_other_decision_gives(case):
+    made, other = MASKS[case]
+    model = lambda x: made(x * 3, 0.5)  # noqa: E731
+    assert judged(model, lambda x: made(x.double() * 3, 0.5 - 1e-5), NEAR_A_HALF).test == "decision"
+    assert not judged(model, lambda x: made(x * 3, 0.3), NEAR_A_HALF * 0.8).ok
+    if other is not None:
+        third = lambda x: torch.where((x * 3 - 0.5).abs() < 1e-5, other, model(x))  # noqa: E731
+        assert not judged(model, third, NEAR_A_HALF).ok
+
+
+def test_a_decision_of_numbers_that_are_compared_as_they_are_stays_one_behind_a_choice():
+    model = lambda x: torch.where(x > 0.5, 1, 0)  # noqa: E731
+    assert not judged(model, lambda x: torch.where(x > 0.5 - 1e-5, 1, 0), torch.tensor([0.1, 0.5, 0.9])).ok

@@ -42,14 +42,31 @@ UNROUNDED = (
     | {"scalar_tensor", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter", "slice_scatter"}
     | {"select_scatter", "copy", "fill", "tril", "triu", "nan_to_num", "max_pool3d"}
 ) - {"dropout"}
+# Of these the sizes of results are in the order of those of the operand, and nothing is rounded.
+MONOTONE = CASTS | {"floor", "ceil", "trunc", "round", "sign", "relu", "relu6", "hardtanh", "clamp", "clamp_min"}
+MONOTONE |= {"clamp_max", "view", "reshape", "flatten", "permute", "transpose", "unsqueeze", "squeeze", "expand"}
+MONOTONE |= {"slice", "select", "clone", "contiguous", "detach", "alias"}
+NOT, AND, OR = ({name, f"logical_{name}", f"bitwise_{name}"} for name in ("not", "and", "or"))
+DEPTH = 6  # of what is made of decisions: each step asks about two operands, and about both of their values
 Known = Mapping[fx.Node, Any] | Values
 PEERS = 100.0  # times a number: others as large as this say how it is rounded; a mask of -1e9 among them does not
 DRAWS = 10  # times the largest error of eager's own: another order of the same operations may be off by as much
 
 
 def sources_of(node: fx.Node) -> list[fx.Node]:
-    """The values that a decision depends on."""
     return [arg for arg in node.args if isinstance(arg, fx.Node)]
+
+
+def values_behind(node: fx.Node) -> list[fx.Node]:
+    """The values that a decision depends on, or what is made of several."""
+    found: dict[fx.Node, None] = {}
+    level = [node]
+    for depth in range(DEPTH + 1):
+        parts = [part for item in level for part in _parts(item)] if depth < DEPTH else []
+        margins = [source for item in level for source in (*sources_of(item), *_origin(item))]
+        found |= dict.fromkeys([*parts, *margins])
+        level = list(dict.fromkeys(parts))
+    return list(found)
 
 
 def decided_within_rounding(
@@ -59,20 +76,135 @@ def decided_within_rounding(
     result: torch.Tensor,
     reference: torch.Tensor,
 ) -> bool:
-    """Whether what a call returns differs only where the margin of the decision is within rounding.
+    """Whether what a call returns differs only where a decision is within rounding, and is what the other one gives.
 
     Args:
-        wide: the values that the decision depends on, in float64.
+        wide: the values that the decision depends on, in float64: `values_behind`.
         own: the same values in the dtypes of the program.
     """
-    if _is_unknown(node, wide, own):
+    if any(isinstance(values[source], Unknown) for source in values_behind(node) for values in (wide, own)):
         return False
     margin = _margin_of_places(node, wide, own, result, reference)
-    if margin is None:
+    if margin is not None:
+        return margin.shape == result.shape and bool(margin.is_within[result != reference].all())
+    possible = _may_be(node, result, wide, own, reference) | (result == reference)
+    return possible.shape == result.shape and bool(possible.all())
+
+
+def _may_be(
+    node: fx.Node, result: torch.Tensor, wide: Known, own: Known, reference: torch.Tensor, depth: int = 0
+) -> torch.Tensor:
+    """Which elements of a result a call may return, if rounding decides what is within its reach.
+
+    Args:
+        reference: what the call returns in the dtypes of the program.
+    """
+
+    def may_be(part: Any, result: torch.Tensor) -> torch.Tensor:
+        if not isinstance(part, fx.Node):
+            return result == part
+        return _may_be(part, result, wide, own, own[part], depth + 1)
+
+    parts, name = _parts(node) if depth < DEPTH else [], base_name(node)
+    if parts and name in NOT:
+        return may_be(parts[0], ~result)
+    if parts and name in AND | OR:
+        no, yes = (torch.full_like(reference, value) for value in (False, True))
+        all_no, all_yes = (may_be(parts[0], value) & may_be(parts[1], value) for value in (no, yes))
+        some_no, some_yes = (may_be(parts[0], value) | may_be(parts[1], value) for value in (no, yes))
+        return torch.where(result, all_yes, some_no) if name in AND else torch.where(result, some_yes, all_no)
+    if parts and name == "where":
+        condition, chosen, other = node.args
+        chooses = torch.ones_like(reference, dtype=torch.bool)
+        return (may_be(condition, chooses) & may_be(chosen, result)) | (
+            may_be(condition, ~chooses) & may_be(other, result)
+        )
+    if parts:  # a cast of a boolean
+        return may_be(parts[0], result != 0) & ((result == 0) | (result == 1))
+    if name in COMPARISONS:
         margin = _margin(node, wide, own)
-    if margin is None or margin.shape != result.shape:
-        return False
-    return bool(margin.is_within[result != reference].all())
+        return (result == reference) if margin is None else (result == reference) | margin.is_within
+    origin = _origin(node)
+    return _between_ends(node, result, *_ends(origin[0], wide, own)) if origin else result == reference
+
+
+def _parts(node: fx.Node) -> list[fx.Node]:
+    """The decisions of which a call makes another one; empty where it makes one of numbers, or none."""
+    name, value, sources = base_name(node), node.meta.get("val"), sources_of(node)
+    is_made = isinstance(value, torch.Tensor) and not _is_float(value)
+    is_boolean = all(_is_boolean(source) for source in sources) and len(sources) == len(node.args)
+    if name == "where":
+        return sources if is_made and len(node.args) == 3 else []
+    if name in NOT | AND | OR:
+        return sources if is_boolean else []
+    return sources[:1] if name in CASTS and is_made and sources and _is_boolean(sources[0]) else []
+
+
+def _is_boolean(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def _origin(node: fx.Node) -> list[fx.Node]:
+    """The number by whose size a call with a jump decides, before what keeps the order of sizes; empty for others."""
+    value = node.meta.get("val")
+    if _jump(node) is None or not isinstance(value, torch.Tensor) or _is_float(value):
+        return []
+    return _steps(node)[-1:]
+
+
+def _steps(node: fx.Node) -> list[fx.Node]:
+    """What a call with a jump is given, and what that is made of, as far as it is only moved, rounded and limited."""
+    found: list[fx.Node] = []
+    while not found or _keeps_order(node):
+        sources = sources_of(node)[:1] if base_name(node) in CASTS else node.all_input_nodes
+        value = sources[0].meta.get("val") if len(sources) == 1 else None
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            break
+        (node,) = sources
+        found.append(node)
+    return found
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    if base_name(node) not in CASTS:
+        return base_name(node) in MONOTONE
+    made, given = (item.meta["val"].dtype for item in (node, sources_of(node)[0]))
+    return made == given or made.itemsize > given.itemsize  # otherwise it rounds
+
+
+def _ends(origin: fx.Node, wide: Known, own: Known) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest that rounding may make of a number."""
+    value, mine = wide[origin], own[origin]
+    reach = _between([(origin, value, mine)], value, value, mine, mine).reach
+    decisions = (item for item in _upstream(origin) if _is_decision(item) or breaks_ties(item))
+    if any(_roundings(sources_of(item)) for item in decisions):
+        reach = reach.clamp(min=1.0)  # rounding may have made another decision before: off by one step
+    return value - reach, value + reach
+
+
+def _between_ends(node: fx.Node, result: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Which elements of a result a call with a jump may return for numbers between two ends."""
+    near_zero = torch.zeros_like(low).clamp(low, high)  # a cast to bool tells zero from what is on either side of it
+    found = result.long()
+    least, middle, most = (_made_of(node, end).long() for end in (low, near_zero, high))
+    is_between = (least <= found) & (found <= most)
+    is_wrapped = (most < least) & ((least <= found) | (found <= most))
+    return is_between | is_wrapped | (found == middle)
+
+
+def _made_of(node: fx.Node, number: torch.Tensor) -> torch.Tensor:
+    """What a call with a jump makes of another number than the one that it comes from."""
+    for step in (*reversed(_steps(node)[:-1]), node):
+        dtype = step.meta["val"].dtype
+        if base_name(step) in CASTS:
+            number = number if dtype.is_floating_point else number.to(dtype)
+            continue
+        target: Any = step.target
+        given = dict.fromkeys(step.all_input_nodes, number)
+        args, kwargs = fx.node.map_arg((step.args, dict(step.kwargs)), given.__getitem__)
+        number = target(*args, **kwargs)
+    return number
 
 
 def may_be_decided_by_rounding(output: fx.Node, wide: Known, own: Known) -> bool:

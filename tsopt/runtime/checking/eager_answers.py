@@ -26,7 +26,7 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import compare
-from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, sources_of
+from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, values_behind
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
     EXTREME,
@@ -253,7 +253,7 @@ class EagerAnswers:
         if wide is None:
             return False
         output = self._outputs()[position]
-        sources = sources_of(output)
+        sources = values_behind(output)
         with self.frozen(None, self.state, expected.inputs.kind):
             own = dict(zip(sources, self._own_values(expected).compute(sources), strict=True))
         return decided_within_rounding(output, wide, own, value, reference)

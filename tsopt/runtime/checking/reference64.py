@@ -16,7 +16,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.watching_mode import WatchingMode
-from tsopt.runtime.checking.decisions import sources_of
+from tsopt.runtime.checking.decisions import values_behind
 
 log = logging.getLogger("tsopt")
 
@@ -32,7 +32,7 @@ class Reference64:
         signature = self.program.signature
         inputs = iter([*leaves, *[self.program.state[i.name] for i in signature.state_inputs]])
         keep = set(self.program.output_node.all_input_nodes)
-        keep |= {source for node in list(keep) for source in sources_of(node)}
+        keep |= {source for node in list(keep) for source in values_behind(node)}
         values: dict[fx.Node, Any] = {}
         uses = {node: len(node.users) for node in self.program.graph.nodes}
         try:
