@@ -24,7 +24,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported
-from tsopt.runtime.onnx import decomposition, registry
+from tsopt.runtime.onnx import decomposition, doubles, registry
 from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.optimize import optimize
 from tsopt.runtime.onnx.pads import keep_pads
@@ -42,7 +42,13 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     """
     check_opset(opset)
     try:
-        with quiet(stdout=True), torch.no_grad(), registry.made_once(), decomposition.only_where_needed():
+        with (
+            quiet(stdout=True),
+            torch.no_grad(),
+            registry.made_once(),
+            decomposition.only_where_needed(),
+            doubles.exact_literals(),
+        ):
             lowered = through(program, _as_exported)
             made = torch.onnx.export(
                 with_places(exported(lowered), lowered),
