@@ -37,12 +37,12 @@ def layers(calls: int) -> Program:
     return b.program(x)
 
 
-def chain(step: Callable[[Builder, torch.fx.Node, int], torch.fx.Node]) -> Callable[[int], Program]:
+def chain(step: Callable[[Builder, torch.fx.Node, int], torch.fx.Node], rows: int = 4) -> Callable[[int], Program]:
     """The same step again and again."""
 
     def make(calls: int) -> Program:
         b = Builder()
-        x = b.input(torch.rand(4, 4) + 0.5)
+        x = b.input(torch.rand(rows, 4) + 0.5)
         for number in range(calls):
             x = step(b, x, number)
         return b.program(x)
@@ -53,6 +53,12 @@ def chain(step: Callable[[Builder, torch.fx.Node, int], torch.fx.Node]) -> Calla
 def views(step: Callable[[Builder, torch.fx.Node, int], torch.fx.Node]) -> Callable[[int], Program]:
     """A chain of views, broken here and there: torch keeps for each view all of those that it was made of."""
     return chain(lambda b, x, n: step(b, x, n) if n % LONGEST_VIEW else b.call(aten.neg.default, x))
+
+
+def moved_ones(b: Builder, x: torch.fx.Node, number: int) -> torch.fx.Node:
+    """A permutation that only moves axes of size 1: as a reshape, it has other strides there."""
+    x = b.call(aten.permute.default, b.call(aten.unsqueeze.default, x, 1), [0, 2, 1])
+    return b.call(aten.tanh.default, b.call(aten.squeeze.dim, x, 2))
 
 
 def branches(*, returned: bool) -> Callable[[int], Program]:
@@ -97,10 +103,11 @@ GRAPHS: dict[str, Callable[[int], Program]] = {
     "casts": chain(lambda b, x, n: b.call(aten.to.dtype, x, torch.float64 if n % 2 == 0 else torch.float32)),
     "gates": chain(lambda b, x, n: b.call(aten.mul.Tensor, x, b.call(aten.sigmoid.default, x))),
     "residuals": chain(lambda b, x, n: b.call(aten.add.Tensor, x, b.call(aten.relu.default, x))),
+    "one row": chain(moved_ones, rows=1),
 }
 
 
-QUICK = ("layers", "branches joined", "constants", "nothing to do", "gates", "transposes")
+QUICK = ("layers", "branches joined", "constants", "nothing to do", "gates", "transposes", "one row")
 
 
 @pytest.mark.slow

@@ -42,8 +42,14 @@ def test_an_op_behind_that_refuses_the_strides_keeps_the_rewrite_away():
     assert not record.failed
 
 
-def test_strides_that_nobody_sees_are_recorded_on_all_values_behind():
-    program = capture(lambda x: (x.permute(0, 2, 1).unsqueeze(-1).neg() * 2).reshape(1, -1), X)
+def joined(x):
+    """One way to the sum is longer than the other one."""
+    return (x.neg().abs().sin() + x).cos() * x
+
+
+@pytest.mark.parametrize("behind", [lambda x: x.neg() * 2, joined], ids=["in a row", "on two ways"])
+def test_strides_that_nobody_sees_are_recorded_on_all_values_behind(behind):
+    program = capture(lambda x: behind(x.permute(0, 2, 1).unsqueeze(-1)).reshape(1, -1), X)
     after, _ = run(program, PASSES)
     assert "reshape" in ops_of(after)[1]
     for node in after.calls():

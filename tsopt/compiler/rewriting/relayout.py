@@ -7,6 +7,7 @@ place.
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ def retyped_behind(program: Program, node: fx.Node, result: fx.Node) -> dict[fx.
     if type_of(node) == type_of(result):
         return {}
     changed: dict[fx.Node, Any] = {node: result.meta["val"]}
-    behind = node
-    while behind.next.op != "root":
-        behind = behind.next
-        if not ops.is_call(behind) or not any(source in changed for source in behind.all_input_nodes):
-            continue
+    pending = [user for user in node.users if ops.is_call(user)]
+    seen = set(pending)
+    heapq.heapify(pending)  # nodes compare by their place in the graph: each call comes after all that it reads
+    while pending:
+        behind = heapq.heappop(pending)
         try:
             value = infer_on(program, behind, lambda source: changed.get(source, source.meta["val"]))
         except ops.UNDECIDED:
@@ -48,6 +49,10 @@ def retyped_behind(program: Program, node: fx.Node, result: fx.Node) -> dict[fx.
         if not _matches(derived, recorded):
             return None
         changed[behind] = value
+        for user in behind.users:
+            if ops.is_call(user) and user not in seen:
+                seen.add(user)
+                heapq.heappush(pending, user)
     del changed[node]
     return changed
 
