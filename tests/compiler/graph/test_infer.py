@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -39,3 +42,44 @@ def test_the_kernel_of_a_recurrent_layer_is_asked_on_the_cpu(monkeypatch):
         found = infer.fake_call(layer, (torch.ones(2, device="cuda"), [torch.ones(2, device="cuda")]), {})
     assert seen == ["cpu", "cpu"]
     assert [str(found[0].device), str(found[1][0].device)] == ["cuda:0", "cuda:0"]
+
+
+@pytest.fixture
+def logged():
+    """What torch logs of calls on fake tensors."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    yield logger, said
+    logger.removeHandler(handler)
+
+
+def test_threads_that_infer_at_once_leave_the_log_on(logged):
+    logger, said = logged
+    entered, left = threading.Event(), threading.Event()
+
+    def infers_for_longer():
+        with fakes(FakeTensorMode()):
+            entered.set()
+            left.wait()
+            logger.error("refused")
+
+    thread = threading.Thread(target=infers_for_longer)
+    with fakes(FakeTensorMode()):
+        thread.start()
+        entered.wait()
+    left.set()
+    thread.join()
+    logger.error("after both")
+    assert said == ["after both"]
+
+
+def test_only_the_thread_that_infers_logs_nothing(logged, in_a_thread):
+    logger, said = logged
+    with fakes(FakeTensorMode()):
+        with fakes(FakeTensorMode()):
+            pass
+        logger.error("refused")
+        in_a_thread(lambda: logger.error("another's"))
+    assert said == ["another's"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,27 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, Type, type_of, type_of_value
 
 _DERIVED: WeakKeyDictionary[FakeTensorMode, dict[object, Type]] = WeakKeyDictionary()
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 # Layers whose kernels on a GPU look for weights that lie side by side in memory, which fakes do not have.
 _RECURRENT = frozenset(op.input for op in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu))
+
+
+class _Refusals(logging.Filter):
+    """Drops what torch logs of calls that it refuses, in threads that report these themselves.
+
+    It stays on the logger. Whether a logger is disabled belongs to the process: threads that changed it and put it back
+    could leave it changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self.here, "depth", 0)
+
+
+_REFUSALS = _Refusals()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_REFUSALS)
 
 
 def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,13 +77,13 @@ def fake_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @contextmanager
 def fakes(mode: FakeTensorMode) -> Iterator[None]:
     """Calls on fake tensors. What an op refuses is raised and not logged: the caller reports it."""
-    # NOTE: a change of level would clear the caches of all loggers, at every call.
-    was, _LOGGER.disabled = _LOGGER.disabled, True
+    here = _REFUSALS.here
+    here.depth = getattr(here, "depth", 0) + 1
     try:
         with torch.no_grad(), mode:
             yield
     finally:
-        _LOGGER.disabled = was
+        here.depth -= 1
 
 
 def infer_type(program: Program, node: fx.Node) -> Type:
