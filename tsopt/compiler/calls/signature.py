@@ -17,7 +17,7 @@ from tsopt.compiler.calls.memory import is_repeated, overlaps
 from tsopt.compiler.calls.result_views import INPUT, View
 from tsopt.compiler.calls.structure import Structure, flatten, same_but_for_sharing, where_different
 from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
-from tsopt.compiler.capture.question import Question
+from tsopt.compiler.capture.question import LAYOUT, Question
 from tsopt.errors import SignatureError
 
 SHORT_TEXT = 160  # characters: longer signatures are shown with a path to the difference
@@ -236,6 +236,12 @@ class Signature:
         views = [item.view for item in self.returned if item.view is not None and item.view.kind == INPUT]
         found = {(view.of, view.layout): (view.of, view) for view in views if view.of < users}
         return tuple(pair for pair in found.values() if pair[1].layout is not None)
+
+    @property
+    def depends_on_layout(self) -> bool:
+        """Whether calls may be refused for the strides of their tensors."""
+        asked = any(question.name in LAYOUT for item in self.user_inputs for question in item.asked)
+        return asked or bool(self.viewed) or bool(self.written_inputs)
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
         """The sizes that a call has for each Dim; exactly one each if it matches this signature."""

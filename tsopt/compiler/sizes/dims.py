@@ -180,14 +180,17 @@ def sampled(dims: Sequence[Dim], usual: Mapping[str, int], count: int, seed: int
     return [dict(choice) for choice in zip(*columns, strict=False)]
 
 
-def resized(example: Example, sizes: Mapping[Place, int], structure: Structure | None = None) -> Example:
+def resized(
+    example: Example, sizes: Mapping[Place, int], structure: Structure | None = None, *, share: bool = True
+) -> Example:
     """The same call with other sizes; values are those of the example, over and over.
 
     Args:
         sizes: by tensor of the call and axis.
         structure: of the new call, if its integers are not those of the example.
+        share: a tensor in two places is counted once.
     """
-    leaves, own = flatten((example.args, example.kwargs))
+    leaves, own = flatten((example.args, example.kwargs), share=share)
     made = list(leaves)
     for (position, axis), size in sizes.items():
         tensor = made[position]

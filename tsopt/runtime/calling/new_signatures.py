@@ -11,7 +11,7 @@ from typing import Any
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
-from tsopt.errors import TsoptError
+from tsopt.errors import CaptureError, TsoptError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.specializations import (
@@ -22,6 +22,8 @@ from tsopt.runtime.calling.specializations import (
     Seen,
     Specializations,
     call_key,
+    loose,
+    plain,
     sizes_of,
     types_of,
 )
@@ -101,7 +103,7 @@ class NewSignatures:
         if isinstance(found, Executable):
             self.kept.used(found)
             self._streak, self._pause = 0, FIRST_PAUSE
-        elif self._counts.get(key, 0) < 2:  # one that comes again may be captured soon
+        elif self._counts.get(loose(key), 0) < 2:  # one that comes again may be captured soon
             self._streak += 1
             if self._streak >= STREAK:
                 self.skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
@@ -153,7 +155,7 @@ class NewSignatures:
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         seen = self._seen(key)
         for several in seen.several:
-            wider = None if key in several.refused else self._wider(several.executable, example)
+            wider = None if several.refuses(key) else self._wider(several.executable, example)
             if wider is not None:
                 several.executable = wider
                 return wider
@@ -189,8 +191,8 @@ class NewSignatures:
         if self._warmup and not self._pays(key, seen):
             return self._eager
         self._captures += not tried
-        one = self._for_one_size(example, signature)
-        self.kept.keep(key, one)
+        one, by_layout = self._for_one_size(example, signature)
+        self.kept.keep(key, one, by_layout=by_layout and not plain(key))
         return one
 
     def _calls_before(self, seen: Seen, narrow: ForSizes | None) -> int:
@@ -207,6 +209,7 @@ class NewSignatures:
         free = self._captures < FREE_CAPTURES and not seen.several
         if free or self.seconds < SHARE * (time.monotonic() - self._since):
             return True
+        key = loose(key)
         count = self._counts.pop(key, 0) + 1
         self._counts[key] = count  # the latest is the last
         if len(self._counts) > MAX_COUNTED:
@@ -234,7 +237,7 @@ class NewSignatures:
     def _for_several_sizes(self, seen: Seen, partner: CallKey, example: Example, signature: str) -> Executable | None:
         """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""
         try:
-            other = resized(example, sizes_of(partner), partner[0])
+            other = resized(example, sizes_of(partner), partner[0], share=self.aliasing)
             executable = self._timed(example, other)
         except Exception as error:
             seen.failures += 1
@@ -245,7 +248,8 @@ class NewSignatures:
         self._note(signature, _captured_for(executable))
         return self._ready(executable)
 
-    def _for_one_size(self, example: Example, signature: str) -> Callable[..., Any]:
+    def _for_one_size(self, example: Example, signature: str) -> tuple[Callable[..., Any], bool]:
+        """What serves a call, and whether it may serve only calls whose tensors have the same strides."""
         try:
             executable = self._timed(example)
         except Exception as error:
@@ -259,9 +263,9 @@ class NewSignatures:
                 self._note(signature, outcome)  # of a call that the model itself takes; others raise what eager raises
                 return result
 
-            return eager
+            return eager, isinstance(error, CaptureError)  # as a view that these strides do not allow
         self._note(signature, _captured_for(executable))
-        return self._ready(executable)
+        return self._ready(executable), False
 
 
 def _captured_for(executable: Executable) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ MAX_SPECIALIZATIONS = 16  # kept at a time: those that were called last
 MAX_FORMS = 64  # remembered at a time
 MAX_ALIKE = 16  # of one form, with integers that no size explains
 MAX_REFUSED = 64  # remembered for each program
+MAX_LAYOUTS = 2  # of calls of one size, for which nothing can be captured
 RECENT = 4  # executables that are asked first whether they accept a call
 
 # Of a call whose constants cannot be hashed, which contains itself, or goes down more levels than Python does.
@@ -31,13 +32,14 @@ CallKey = tuple[Structure, tuple[Any, ...]]  # equal for calls that one speciali
 Form = tuple[Structure, tuple[Any, ...]]  # the same without the sizes
 
 
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool = False) -> CallKey:
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool | None = None) -> CallKey:
     """The structure and tensor types of a call: equal for calls that one specialization can serve.
 
     Args:
-        aliasing: calls whose tensors share memory in different ways get different keys.
+        aliasing: whether calls whose tensors share memory in different ways get different keys; None where that is not
+            known: then only those do in which other tensors are one object.
     """
-    leaves, structure = flatten((args, kwargs))
+    leaves, structure = flatten((args, kwargs), share=aliasing is not False)
     shared = overlaps(leaves) if aliasing and not any(map(unlike_a_tensor, leaves)) else ()
     return structure, (*map(_kind, leaves), *shared)
 
@@ -45,7 +47,21 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool = 
 def _kind(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or unlike_a_tensor(leaf) is not None:
         return type(leaf), str(getattr(leaf, "layout", ""))
-    return TensorType.of(leaf)
+    found = TensorType.of(leaf)
+    # What is computed does not depend on the stride of an axis of one element: that of the last of many tokens grows.
+    return replace(
+        found, stride=tuple(0 if size == 1 else step for size, step in zip(found.shape, found.stride, strict=True))
+    )
+
+
+def loose(key: CallKey) -> CallKey:
+    """The key of calls whose tensors differ at most in how they lie in memory."""
+    return key[0], tuple(replace(kind, stride=()) if isinstance(kind, TensorType) else kind for kind in key[1])
+
+
+def plain(key: CallKey) -> bool:
+    """Whether the tensors of a call are contiguous."""
+    return all(kind.contiguous for kind in types_of(key))
 
 
 def form_of(key: CallKey) -> Form:
@@ -86,7 +102,13 @@ class ForSizes:
     def refuse(self, key: CallKey) -> None:
         if len(self.refused) >= MAX_REFUSED:
             self.refused.clear()
-        self.refused.add(key)
+        self.refused.add(self._told_by(key))
+
+    def refuses(self, key: CallKey) -> bool:
+        return self._told_by(key) in self.refused
+
+    def _told_by(self, key: CallKey) -> CallKey:
+        return key if self.executable.signature.depends_on_layout else loose(key)
 
     def partner_for(self, key: CallKey) -> CallKey:
         """The call that has the most sizes that another one does not have."""
@@ -169,11 +191,13 @@ class Specializations:
 
     def get(self, key: CallKey) -> Callable[..., Any] | None:
         """Raises TypeError for a call with a constant that cannot be hashed, which cannot be recognized again."""
-        found = self._kept.get(key)
-        if found is not None:
-            with contextlib.suppress(KeyError):  # another thread may just have evicted it
-                self._kept.move_to_end(key)
-        return found
+        for kept in (loose(key), key):
+            found = self._kept.get(kept)
+            if found is not None:
+                with contextlib.suppress(KeyError):  # another thread may just have evicted it
+                    self._kept.move_to_end(kept)
+                return found
+        return None
 
     def serving(self, key: CallKey, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What was kept for a call, or compiled for many sizes, its own among them. Raises TypeError as `get` does."""
@@ -184,7 +208,18 @@ class Specializations:
                 return several.executable
         return found
 
-    def keep(self, key: CallKey, made: Callable[..., Any]) -> None:
+    def keep(self, key: CallKey, made: Callable[..., Any], *, by_layout: bool = False) -> None:
+        """Keeps what serves a call, and those like it.
+
+        Args:
+            by_layout: it is not for calls whose tensors have other strides; unless it is the model, which serves them
+                after MAX_LAYOUTS of these.
+        """
+        if isinstance(made, Executable):
+            by_layout = by_layout or made.signature.depends_on_layout
+        elif by_layout:
+            by_layout = sum(loose(other) == loose(key) for other in self._kept) < MAX_LAYOUTS
+        key = key if by_layout else loose(key)
         if len(self._kept) >= MAX_SPECIALIZATIONS:
             self._kept.popitem(last=False)
         self._kept[key] = made
