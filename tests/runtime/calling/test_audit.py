@@ -492,3 +492,18 @@ def test_in_a_fork_nobody_has_the_turn_of_a_thread_that_is_gone():
         assert audits.left < NEVER
         with audits.turn() as audited:
             assert audited
+
+
+@pytest.mark.parametrize("dynamic", [None, {"x": {0: "n"}, "y": {0: "m"}}])
+@pytest.mark.parametrize("twice", [True, False])
+def test_audits_and_verification_find_the_tensors_of_a_call_wherever_they_stand(twice, dynamic):
+    model = lambda x, y: x @ y.T + 1  # noqa: E731
+    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    program = tsopt.capture(model, (x, x.clone()) if twice else {"x": x, "y": y}, dynamic=dynamic)
+    run = tsopt.compile(program, "eager")
+    call = Example((x, x)) if twice else Example((), {"y": y, "x": x})
+    for other in (model, lambda x, y: run(x=x, y=y) if not twice else run(x, y)):
+        assert difference(other, model, call, reference=program) == ""
+        assert difference(lambda x, y, other=other: other(x, y) * (1 + 2e-6), model, call, reference=program) == ""
+        assert difference(lambda x, y, other=other: other(x, y) + 1, model, call, reference=program)
+    assert tsopt.verify(model, run, tsopt.example(*call.args, **call.kwargs)).ok

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.snapshot import is_leaf, iterator_in
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.errors import CaptureError, UsageError
+
+if TYPE_CHECKING:
+    from tsopt.compiler.calls.signature import Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class Example:
         own = [leaf if first[id(leaf)] == place else leaf.detach().clone() for place, leaf in enumerate(leaves)]
         args, kwargs = unflatten(structure, own)
         return Example(args, kwargs, self.written)
+
+    def as_captured(self, signature: Signature) -> Example:
+        """The same call with its tensors where a program's are: one in each place, keywords in order."""
+        made = Example(self.args, signature.ordered(self.kwargs), self.written)
+        return made if signature.aliasing else made.apart()
 
 
 def example(*args: Any, **kwargs: Any) -> Example:

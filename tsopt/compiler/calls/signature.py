@@ -143,11 +143,15 @@ class Signature:
 
     def flattened(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Structure]:
         """The tensors of a call, in graph order if it is like the example, and their nesting."""
+        return flatten((tuple(args), self.ordered(kwargs)), share=self.aliasing)
+
+    def ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a call in the order of the example, where the model cannot see it: `f(b=2, a=1)`."""
         order = self.outer.children[1].keys
         same_keys = len(order) == len(kwargs) and all(key in kwargs for key in order)
         if same_keys and tuple(key for key in kwargs if key in self.collected) == self.collected:
-            kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
-        return flatten((tuple(args), dict(kwargs)), share=self.aliasing)
+            return {key: kwargs[key] for key in order}
+        return dict(kwargs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's tensors in graph order.

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Input, Output, Signature, dim_of
-from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.infer import fake_call, fakes
@@ -107,7 +106,7 @@ class Instance:
 
 def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
     """The sizes of a call."""
-    leaves, _ = flatten((example.args, example.kwargs))
+    leaves, _ = signature.flattened(example.args, example.kwargs)
     return {name: next(iter(sizes)) for name, sizes in signature.sizes_of(leaves).items() if sizes}
 
 

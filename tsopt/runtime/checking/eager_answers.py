@@ -92,8 +92,8 @@ class EagerAnswers:
         self._patience = PATIENCE
         self._by_column: dict[str, InputSet | None] = {}
         self.state = list(program.state.values()) if program is not None else list(state)
-        if program is not None and not program.signature.aliasing:
-            example = example.apart()
+        if program is not None:
+            example = example.as_captured(program.signature)
         self._example = example
         first, *others = [InputSet(only, example)] if only else self._made_up(model, example, few)
         between = next((inputs for inputs in others if inputs.kind == FIND_MOST[0]), None)

@@ -148,6 +148,7 @@ def verify_at_other_sizes(
     Raises:
         AccuracyError: it does not compute the same values.
     """
+    example = example.as_captured(run.signature)
     known = sizes_in(run.signature, example)
     dims = tuple(
         dim if dim.high is not None else replace(dim, high=max(FURTHER * known[dim.name], LEAST) // dim.step * dim.step)
@@ -178,7 +179,7 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     if executable.reference is None or not executable.limits:
         return None
     dims = executable.signature.dims
-    example = example if executable.signature.aliasing else example.apart()
+    example = example.as_captured(executable.signature)
     run = executable.called_as(replace(executable.signature, dims=executable.limits))
     try:
         run.bind(example.args, example.kwargs)
