@@ -90,6 +90,23 @@ def test_of_many_sizes_the_rest_are_whole_inputs_or_copies():
     assert views(lambda x: x[0], X.t().contiguous().t(), dynamic=dynamic) == [None], "of another layout"
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda h: h.transpose(0, 1).reshape(h.shape[1], -1),
+        lambda h: h.transpose(0, 1).contiguous(),
+        lambda h: h.mT.transpose(0, 1).flatten(),
+    ],
+)
+@pytest.mark.parametrize("of", [lambda x: x + 1, lambda x: x])
+def test_what_is_a_view_only_of_one_row_is_a_copy(of, part):
+    def model(x):
+        h = of(x)
+        return h, part(h)
+
+    assert views(model, torch.ones(1, 4, 3), dynamic={"x": {0: "rows"}})[1] is None
+
+
 def test_sizes_that_are_one_are_one_in_its_places():
     def last(x, y):
         return x + y, x[-1]

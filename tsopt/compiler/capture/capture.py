@@ -193,10 +193,13 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
         if examples[0] is not given[0]:  # the answers are for each place
             asked = asked_by(model, examples[0])
     wanted = _dynamic(model, examples, dynamic)
+    traced = asked
+    if wanted is not None and any(view is not None and view.shape is not None for view in asked.views):
+        traced = asked_by(model, wanted.trace)  # one row is a view where more are a copy
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
     check_repeated(examples[0], program.signature.written_inputs)
     signature = replace(program.signature, collected=collected(model, program.signature.outer))
-    return _with_views(replace(program, signature=_with_answers(signature, asked)), asked, examples[0])
+    return _with_views(replace(program, signature=_with_answers(signature, asked)), asked, examples[0], traced.views)
 
 
 def _with_answers(signature: Signature, asked: Asked) -> Signature:
@@ -211,8 +214,12 @@ def _default_dtype() -> str:
     return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
-def _with_views(program: Program, asked: Asked, example: Example) -> Program:
-    """The same, whose results are views where those of the model are, as it was asked with the example."""
+def _with_views(program: Program, asked: Asked, example: Example, traced_views: Sequence[View | None]) -> Program:
+    """The same, whose results are views where those of the model are, as it was asked with the example.
+
+    Args:
+        traced_views: as it was asked with the sizes of the trace.
+    """
     signature = program.signature
     known = program.graph.output_node().meta.pop(PLACES, ())
     if len(asked.views) != len(signature.returned):
@@ -223,13 +230,16 @@ def _with_views(program: Program, asked: Asked, example: Example) -> Program:
     sizes = sizes_in(signature, example) if returned else {}
     views = []
     for number, view in enumerate(asked.views):
-        if view is not None and view.kind == INPUT and view.of >= users:
-            position = held.get(id(asked.buffers[view.of - users]))
-            view = None if position is None else replace(view, of=position)
+        made = view
         if view is not None and view.shape is not None and signature.dims:
             at = returned[number] if returned else None
-            view = _for_many_sizes(view, at, sizes, signature.returned[number].type.shape, traced_sizes(signature))
-        views.append(view)
+            made = _for_many_sizes(view, at, sizes, signature.returned[number].type.shape, traced_sizes(signature))
+            there = traced_views[number] if len(traced_views) == len(asked.views) else None
+            made = made if made is not None and replace(made, places=None) == there else None
+        if made is not None and made.kind == INPUT and made.of >= users:
+            position = held.get(id(asked.buffers[made.of - users]))
+            made = None if position is None else replace(made, of=position)
+        views.append(made)
     seen = iter(views)
     outputs = [item if item.writes else replace(item, view=next(seen)) for item in signature.outputs]
     return replace(program, signature=replace(signature, outputs=tuple(outputs)))
