@@ -44,6 +44,7 @@ ONLY_IN = {
         "runtime/onnx/registry.py",
     },
     "onnx_ir": {
+        "runtime/onnx/doubles.py",
         "runtime/onnx/export.py",
         "runtime/onnx/onnx_model.py",
         "runtime/onnx/optimize.py",
