@@ -38,6 +38,7 @@ MAY = {
 ONLY_IN = {
     "onnx": {"runtime/onnx/export.py"},
     "onnxscript": {
+        "runtime/onnx/doubles.py",
         "runtime/onnx/nearest.py",
         "runtime/onnx/translations.py",
         "runtime/onnx/optimize.py",

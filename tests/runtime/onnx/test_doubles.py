@@ -1,13 +1,17 @@
-"""float64 in ONNX models: literals."""
+"""float64 in ONNX models: computed in float64, or refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import tsopt
 
 X = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4 - 2
+WEIGHTS = torch.rand(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+BAG = torch.tensor([[0, 1, 4], [2, 2, 3]])
 EXACT = {
     "clamp": lambda x: x.clamp(-0.3, 0.1),
     "clamp, mixed": lambda x: x.clamp(0.1, 1),
@@ -27,6 +31,17 @@ EXACT = {
     "new_full": lambda x: torch.cat([x, x.new_full((1, 6), 0.1)]),
     "round": lambda x: torch.round(x, decimals=2),
 }
+NARROWED = {
+    "celu": F.celu,
+    "isinf": torch.isinf,
+    "isposinf": torch.isposinf,
+    "isneginf": torch.isneginf,
+    "nan_to_num": torch.nan_to_num,
+    "log10": torch.log10,
+    "softplus": lambda x: F.softplus(x, beta=0.3),
+    "elu": lambda x: F.elu(x, alpha=0.3),
+    "layer_norm": lambda x: F.layer_norm(x, (6,)),
+}
 
 
 def compiled(model, *example):
@@ -44,3 +59,53 @@ def test_the_largest_integers_are_not_exceeded():
         return (x * 2147483648.0).clamp(-2147483648.0, 2147483647.0).to(torch.int32)
 
     assert torch.equal(compiled(to_pcm, X)(torch.ones_like(X)), to_pcm(torch.ones_like(X)))
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_what_is_computed_in_float32_is_refused_by_name_and_place(name):
+    class Inner(nn.Module):
+        def forward(self, x):
+            return NARROWED[name](x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Inner()
+
+        def forward(self, x):
+            return self.block(x * 2)
+
+    with pytest.raises(tsopt.BackendError, match="of float64 in float32") as caught:
+        compiled(Outer(), X)
+    assert "block" in (caught.value.where or "")
+    found = compiled(Outer(), X.float())(X.float())
+    torch.testing.assert_close(found, Outer()(X.float()), equal_nan=True)
+
+
+def test_it_is_found_where_the_operands_are_of_other_dtypes():
+    with pytest.raises(tsopt.BackendError, match="of float64 in float32"):
+        compiled(lambda bag: F.embedding_bag(bag, WEIGHTS), BAG)
+
+
+def test_it_is_found_in_a_branch():
+    def model(x):
+        return torch.cond(x.sum() > 0, lambda x: F.celu(x), lambda x: x * 2, (x,))
+
+    with pytest.raises(tsopt.BackendError, match="float64 in float32"):
+        compiled(model, X)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x.float().exp().double(),
+        lambda x: F.celu(x.float()).double() * 0.1,
+        lambda x: x * torch.tensor(0.1),
+        lambda x: x + x.float(),
+        lambda x: (x > 0).double() * 0.1,
+        lambda x: x.float() * 0.1 + x.mean().float(),
+        lambda x: F.linear(x, torch.ones(3, 6, dtype=torch.float64)).softmax(-1),
+    ],
+)
+def test_float32_that_the_program_asks_for_is_taken(model):
+    torch.testing.assert_close(compiled(model, X)(X), model(X), rtol=1e-6, atol=1e-7)

@@ -58,13 +58,16 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
                 opset_version=opset,
                 custom_translation_table=translations(),
             )
-            if made is not None:
+            narrowed = doubles.narrowed(made.model, lowered) if made is not None else None
+            if made is not None and narrowed is None:
                 optimize(made, by_rules=not _adds_zero(program))
                 keep_pads(made.model)
     except Exception as error:
         raise _explain(error, program) from error
     if made is None:
         raise BackendError("the ONNX exporter returned nothing")
+    if narrowed is not None:
+        raise BackendError(narrowed.why, where=narrowed.where or None, fix="use another backend, or float32")
     _check_made(made.model, opset)
     take_places(made.model, lowered)
     _rename(made.model, program)

@@ -23,7 +23,7 @@ def with_places(exported: ExportedProgram, program: Program) -> ExportedProgram:
 
     The exporter takes a module path from call to node, through decompositions and rewrites: here that is a number.
     """
-    calls = _calls(program)
+    calls = calls_of(program)
     left = iter(enumerate(calls))
     number, wanted = next(left, (-1, None))
     for node in exported.graph.nodes:
@@ -45,15 +45,24 @@ def take_places(model: Any, program: Program) -> None:
     Args:
         model: exported from `with_places(...)` of the program.
     """
-    calls = _calls(program)
+    calls = calls_of(program)
     for node in model.graph.all_nodes():
-        number = _number(node.metadata_props.get(_SCOPES, ""))
+        value = called_for(node, calls)
         node.metadata_props.clear()
-        if number is not None and number < len(calls):
-            value = calls[number]
+        if value is not None:
             node.meta[VALUE] = value
             if path := value.meta.get("module"):
                 node.metadata_props[NAMESPACE] = path.replace(".", "/")
+
+
+def called_for(node: Any, calls: Sequence[fx.Node]) -> fx.Node | None:
+    """The one of `calls_of(program)` that the exporter has made a node of, until `take_places`; None if not known."""
+    number = _number(node.metadata_props.get(_SCOPES, ""))
+    return calls[number] if number is not None and number < len(calls) else None
+
+
+def calls_of(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "call_function"]
 
 
 def values_of(nodes: Iterable[Any]) -> tuple[fx.Node, ...]:
@@ -83,10 +92,6 @@ def _is_same(exported: Any, target: Any) -> bool:
     if isinstance(target, Control):
         return isinstance(exported, HigherOrderOperator)
     return exported == target or (target is symbolic and getattr(exported, "namespace", "") == "onnx_symbolic")
-
-
-def _calls(program: Program) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if node.op == "call_function"]
 
 
 def _number(scopes: str) -> int | None:

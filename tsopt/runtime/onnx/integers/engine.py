@@ -22,7 +22,6 @@ class Engine:
         compared: the numbers beyond which it cannot tell two operands of a comparison apart.
         absent: dtypes that it does not have, and what happens to them.
         rounds: float ops that it makes of a quotient, which is rounded before it is cut.
-        doubles: ops that it computes in float32 where they are of float64.
         beyond: what it does with an index that is out of range.
     """
 
@@ -32,7 +31,6 @@ class Engine:
     compared: Mapping[str, Range] = field(default_factory=dict)
     absent: Mapping[torch.dtype, str] = field(default_factory=dict)
     rounds: frozenset[str] = frozenset()
-    doubles: frozenset[str] = frozenset()
     beyond: str = "accepts negative and out-of-range indices"
 
 

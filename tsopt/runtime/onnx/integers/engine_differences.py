@@ -45,7 +45,6 @@ ONNX_RUNTIME = Engine(
         "pow": IN_FLOAT64,
     },
     rounds=frozenset({"div", "floor_divide", "remainder"}),
-    doubles=frozenset({"isinf", "nan_to_num", "layer_norm"}),
 )
 
 # The plugin for CPUs makes int32 of all wide integers and float32 of float64, saturates narrow ones, and divides,

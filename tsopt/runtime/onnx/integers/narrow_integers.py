@@ -169,8 +169,6 @@ def _fault(node: fx.Node, place: At, ranges: Ranges, engine: Engine) -> str:
         return f"does not support {_of(value.dtype)}: {engine.absent[value.dtype]}"
     if name in engine.rounds and value.dtype.is_floating_point and _cuts(node):
         return f"rounds the quotient before {name} truncates it"
-    if name in engine.doubles and any(_is_double(place.values.get(source)) for source in node.all_input_nodes):
-        return f"computes {name} of float64 in float32"
     narrow = engine.dtypes.get(value.dtype)
     if narrow is not None and node not in place.lookups and ranges[node] not in narrow:
         return f"represents {_of(value.dtype)} only up to {_size(narrow)}, and {name} may exceed that"
@@ -219,10 +217,6 @@ def _within(limit: Range) -> str:
     if limit == FLAG:
         return "for 0 and 1"
     return f"from 0 to {_size(limit)}" if limit.low == 0 else f"up to {_size(limit)}"
-
-
-def _is_double(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
 def _cuts(node: fx.Node) -> bool:
