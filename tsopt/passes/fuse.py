@@ -34,7 +34,11 @@ TRAINING = "batch norm in training mode uses batch statistics"
 NOT_REAL = "the weights are not real floating-point numbers"
 NO_BATCH = "the input has no batch axis, so the norm is over a different axis"
 NOT_FINITE = "a folded weight would not be finite"
+NO_MEMORY = "others read the weight as it is, and folded copies of it would take too much memory"
 TOO_SMALL = "the folded weights would be too small for their dtype to hold all digits"
+
+MEMORY = 256 << 20  # bytes of copies in all
+COPIED = ".folded_copy"  # in the names of weights whose originals were still read when they were made
 
 
 def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> fx.Node | Skip:
@@ -49,13 +53,11 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     # NOTE: scales are made in float64 and rounded once; products in float64 would cost 10x the time for half an ulp.
     wide = torch.promote_types(weight.dtype, torch.float32)
     factor = scale.to(wide)
-    if layer.target in TRANSPOSED:
-        groups = arguments["groups"]
-        split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-        new = (split * factor.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
-    else:
-        new = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
-    new = new.to(weight.dtype)
+    is_scaled = bool((factor != 1).any())
+    is_copied = is_scaled and len(arguments["weight"].users) > 1
+    if is_copied and weight.nbytes > MEMORY:
+        return at.skip(NO_MEMORY)
+    new = _scaled(layer, weight, factor).to(weight.dtype) if is_scaled else weight
     new_bias = (shift if old_bias is None else old_bias.double() * scale + shift).to(weight.dtype)
     # NOTE: a sum is finite only where every element is; it may overflow by itself, so look closer then.
     suspect = not bool(new.sum().isfinite() and new_bias.isfinite().all())
@@ -74,10 +76,22 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
         if bool((lost & ~hidden).any()):
             return at.skip(TOO_SMALL)
     name = str(arguments["weight"].target)
-    arguments["weight"] = at.constant(new, f"{name}.folded")
+    if is_scaled:
+        arguments["weight"] = at.constant(new, name + (COPIED if is_copied else ".folded"))
+    if is_copied and at.made.bytes_of(COPIED) > MEMORY:
+        return at.skip(NO_MEMORY)
     arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
     target: Any = layer.target
     return at.call(target, *arguments.values())
+
+
+def _scaled(layer: fx.Node, weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The weight times a factor for each output channel."""
+    if layer.target not in TRANSPOSED:
+        return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+    groups = bind(layer)["groups"]
+    split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+    return (split * factor.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
 
 
 def _largest(weight: torch.Tensor) -> float:

@@ -40,6 +40,12 @@ def to_constant(at, x):
     return at.constant(torch.zeros(at.type(x).shape), "zeros")
 
 
+@rule(lambda x, y: aten.mul.Tensor(x, y))
+def to_fill(at, x, y):
+    """x * 2.0 -> a weight"""
+    return at.constant(torch.full(at.type(x).shape, y), "filled")
+
+
 def test_new_nodes_are_typed_and_say_where_they_come_from():
     class Net(nn.Module):
         def forward(self, x):
@@ -115,8 +121,38 @@ def test_fresh_names_do_not_meet_old_ones():
             return x.sin() + self.zeros + x.cos().sin()
 
     after, _ = run(capture(Net().eval(), X), (RulePass("t", (to_constant,)),))
-    assert sorted(after.weights) == ["zeros", "zeros.2", "zeros.3"]
+    assert sorted(after.weights) == ["zeros", "zeros.2"]
     assert torch.equal(after.weights["zeros"], torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "count"),
+    [
+        ((2.0, 2.0, 2.0), 1),
+        ((2.0, 3.0, 2.0), 2),
+        ((0.0, -0.0, 0.0), 2),
+        ((float("nan"), float("nan"), 1.0), 2),
+    ],
+    ids=str,
+)
+def test_weights_with_the_same_bits_are_one(numbers, count):
+    def model(x):
+        return [(x * number).abs() for number in numbers]
+
+    after, _ = run(capture(model, X, allow_nan=True), (RulePass("t", (to_fill,)),))
+    assert len(after.weights) == count
+
+
+def test_a_weight_that_other_calls_read_outlives_a_rewrite_that_is_left():
+    """The second one would be returned, which no weight may be."""
+    after, (record,) = run(capture(lambda x: (x.sin() + 1, x.cos().sin()), X), (RulePass("t", (to_constant,)),))
+    assert NEW_ALIAS in {item.reason for item in record.declined}
+    assert list(after.weights) == ["zeros"]
+
+
+def test_a_weight_that_is_left_is_made_anew():
+    after, _ = run(capture(lambda x: (x.cos().sin(), x.sin() + 1), X), (RulePass("t", (to_constant,)),))
+    assert list(after.weights) == ["zeros"]
 
 
 def test_a_declined_rule_takes_back_what_it_made():

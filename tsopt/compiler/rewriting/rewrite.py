@@ -23,13 +23,12 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.edit import (
     Impossible,
     erase_unused,
-    fresh_name,
     new_call,
-    new_weight,
     shares_new_memory,
 )
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Numerics, Program, format_type, tensor_type, type_of
+from tsopt.compiler.rewriting.made_weights import MadeWeights
 from tsopt.compiler.rewriting.match import EXAMPLE, Match, Pattern, match, pattern
 from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.relayout import retyped_behind
@@ -96,8 +95,9 @@ def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> 
 class Site:
     """The place where a rule is tried: what it may query and create there."""
 
-    def __init__(self, program: Program, root: fx.Node) -> None:
+    def __init__(self, program: Program, root: fx.Node, made: MadeWeights | None = None) -> None:
         self.program, self.root = program, root
+        self.made = made or MadeWeights(program)
         self.created: list[fx.Node] = []
 
     def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
@@ -107,10 +107,14 @@ class Site:
         return node
 
     def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
-        """Creates a weight on the device of the root, with a fresh name that begins with `hint`."""
+        """A weight on the device of the root: one with these bits that this pass has made, or a new one.
+
+        Args:
+            hint: what the name of a new one begins with.
+        """
         value = value.to(ops.tensors_of(self.root.meta["val"])[0].device)
-        node = new_weight(self.program, self.root, fresh_name(hint, self.program.weights), value)
-        self.created.append(node)
+        node, is_new = self.made.read(value, self.root, hint)
+        self.created += [node] if is_new else []
         return node
 
     def skip(self, reason: str) -> Skip:
@@ -140,8 +144,9 @@ class Site:
         """Removes everything created here."""
         for node in reversed(self.created):
             if node.op == "get_attr":
-                del self.program.weights[str(node.target)]
-            self.program.graph.erase_node(node)
+                self.made.forget(node)
+            else:
+                self.program.graph.erase_node(node)
         self.created.clear()
 
 
@@ -187,6 +192,7 @@ class _Driver:
         self.declined: dict[tuple[str, fx.Node], Declined] = {}
         self.numerics = Numerics.EXACT
         self.erased: set[fx.Node] = set()
+        self.made = MadeWeights(program, self.erased)
         self.queue: deque[fx.Node] = deque()
         self.queued: set[fx.Node] = set()
         self.roots: dict[fx.Node, ops.Roots] | None = None
@@ -229,7 +235,7 @@ class _Driver:
                 self.queue.append(node)
 
     def try_rule(self, item: Rule, found: Match, node: fx.Node) -> bool:
-        site = Site(self.program, node)
+        site = Site(self.program, node, self.made)
         used_elsewhere = any(set(inner.users) - set(found.nodes) for inner in found.nodes if inner is not node)
         result = self.tried(item, found, site)
         if result is None or isinstance(result, Skip):
