@@ -13,7 +13,7 @@ from torch import nn
 from tests.passes.helpers import aten, capture, check, ops_of, run, specials
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.pass_base import Limits
-from tsopt.passes import DeadCode, FoldConstants
+from tsopt.passes import STANDARD, DeadCode, FoldConstants
 from tsopt.passes.fold import RAISES, TOO_LARGE, TRAPS
 
 FOLD = FoldConstants()
@@ -316,3 +316,39 @@ def test_a_chain_of_doublings_stops_at_the_ceiling():
     after, records = run(program, (FoldConstants(floor=1 << 12),))
     assert TOO_LARGE in {item.reason for item in records[0].declined}
     assert sum(w.untyped_storage().nbytes() for w in after.weights.values()) < 1 << 20
+
+
+# ---- equal constants ------------------------------------------------------------------------------------------
+
+
+def table(x):
+    places = torch.arange(x.shape[-1])
+    return (places[None] - places[:, None]).abs() * 0.5
+
+
+def test_a_table_that_every_layer_computes_is_one_weight():
+    found = check((FOLD, DeadCode()), lambda x: ((x + table(x)).tanh() + table(x)).tanh() * table(x), X)
+    assert [*map(tuple, (weight.shape for weight in found.after.weights.values()))] == [(3, 3)]
+
+
+def test_tables_of_other_numbers_stay_apart():
+    found = check((FOLD, DeadCode()), lambda x: (x + table(x)).tanh() + table(x) * 2 + table(x) * 2.0, X)
+    assert len(found.after.weights) == 3
+
+
+def test_a_weight_that_is_computed_at_each_call_is_one():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    found = check((FOLD, DeadCode()), lambda x: layer(layer(x).tanh()), X)
+    assert len([weight for weight in found.after.weights.values() if weight.dim() == 2]) == 1
+
+
+def test_a_table_that_rules_make_for_every_layer_is_one_weight():
+    """Attention asks for another shape of the mask, which is made behind the first folding."""
+
+    def model(x):
+        for _ in range(3):
+            x = ((x @ x.transpose(1, 2) - table(x @ x.transpose(1, 2))).softmax(-1) @ x).tanh()
+        return x
+
+    found = check(STANDARD, model, torch.randn(2, 5, 4))
+    assert len(found.after.weights) == 1

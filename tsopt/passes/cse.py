@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ class CommonSubexpressions(Pass):
         declined: list[Declined] = []
         for number, node in enumerate(list(program.graph.nodes)):
             ids[node] = f"%{number}"
-            key = self._key(program, node, ids)
+            key = key_of(program, node, ids)
             if key is None:
                 continue
             earlier = first.setdefault(key, node)
@@ -50,14 +51,20 @@ class CommonSubexpressions(Pass):
             program.graph.erase_node(node)
         return Changes(tuple(done), tuple(declined))
 
-    def _key(self, program: Program, node: fx.Node, ids: dict[fx.Node, str]) -> object:
-        if node.op == "get_attr":
-            return _weight_key(program.weights[str(node.target)])
-        if not ops.is_pure(node):
-            return None
-        bound = ops.bind(node)
-        arguments = tuple((name, format_value(value, ids), type(value).__name__) for name, value in bound.items())
-        return node.target, arguments
+
+def key_of(program: Program, node: fx.Node, ids: Mapping[fx.Node, str]) -> object:
+    """What equal weights, and equal calls on equal values, have in common; None for what is never equal.
+
+    Args:
+        ids: names of values, the same for equal ones.
+    """
+    if node.op == "get_attr":
+        return _weight_key(program.weights[str(node.target)])
+    if not ops.is_pure(node):
+        return None
+    bound = ops.bind(node)
+    arguments = tuple((name, format_value(value, ids), type(value).__name__) for name, value in bound.items())
+    return node.target, arguments
 
 
 def _weight_key(weight: torch.Tensor) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from tsopt.compiler.graph.edit import fresh_name, new_weight, reaches_output
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Program, type_of
 from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
+from tsopt.passes.cse import key_of
 
 MEBI = 1 << 20
 RULE = "fold_constant"
@@ -30,9 +32,10 @@ DIVIDES = ("div", "divide", "floor_divide", "remainder", "fmod", "true_divide", 
 class FoldConstants(Pass):
     """Evaluates pure calls on constants with torch on this machine, on clones, with eager's own dtype promotion.
 
-    Only values that something input-dependent uses are stored. Not folded: random and uninitialized values,
-    ops with effects, integer divisions that trap, results larger than `floor` bytes and than `growth` times
-    the constants they are made of (an `expand` of a scalar to a gigabyte stays an `expand`).
+    Only values that something input-dependent uses are stored, and those of equal calls as one weight: every layer may
+    compute the same table. Not folded: random and uninitialized values, ops with effects, integer divisions that trap,
+    results larger than `floor` bytes and than `growth` times the constants they are made of (an `expand` of a scalar to
+    a gigabyte stays an `expand`).
     """
 
     name: str = "fold"
@@ -42,23 +45,12 @@ class FoldConstants(Pass):
 
     def run(self, program: Program, limits: Limits) -> Changes:
         values: dict[fx.Node, object] = {}
-        sources: dict[fx.Node, dict[int, int]] = {}
+        first: dict[fx.Node, fx.Node] = {}
+        declined = self._evaluate_all(program, values, first)
         done: list[Done] = []
-        declined: list[Declined] = []
-        for node in list(program.graph.nodes):
-            if node.op == "get_attr":
-                weight = program.weights[str(node.target)]
-                values[node] = weight
-                sources[node] = {_place(weight): weight.untyped_storage().nbytes()}
-            if not ops.is_call(node) or not all(source in values for source in node.all_input_nodes):
-                continue
-            if not ops.is_pure(node):
-                continue
-            sources[node] = {k: v for source in node.all_input_nodes for k, v in sources[source].items()}
-            reason = self._evaluate(node, values, sum(sources[node].values()))
-            if reason:
-                declined.append(Declined(RULE, origin_of(node), reason))
         places = {_place(weight) for weight in program.weights.values()}
+        made: dict[fx.Node, fx.Node] = {}
+        replaced: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node, value in values.items():
             needed = any(user not in values for user in node.users)
             if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
@@ -68,9 +60,42 @@ class FoldConstants(Pass):
                 continue
             if not limits.take():
                 break
-            _store(program, node, value, places)
+            if first[node] not in made:
+                made[first[node]] = _store(program, node, value, places)
+            replaced[made[first[node]]].append(node)
+            node.replace_all_uses_with(made[first[node]])
+            program.graph.erase_node(node)
             done.append(Done(RULE, origin_of(node)))
+        for weight, nodes in replaced.items():
+            record_rewrite([weight], RULE, nodes)
         return Changes(tuple(done), tuple(declined))
+
+    def _evaluate_all(
+        self, program: Program, values: dict[fx.Node, object], first: dict[fx.Node, fx.Node]
+    ) -> list[Declined]:
+        """Adds the value of each constant, and the first one that is equal to it; equal calls are made once."""
+        sources: dict[fx.Node, dict[int, int]] = {}
+        known: dict[object, fx.Node] = {}
+        ids: dict[fx.Node, str] = {}
+        declined: list[Declined] = []
+        for number, node in enumerate(program.graph.nodes):
+            is_weight = node.op == "get_attr"
+            if not is_weight and not (ops.is_pure(node) and all(source in values for source in node.all_input_nodes)):
+                continue
+            first[node] = twin = known.setdefault(key_of(program, node, ids), node)
+            ids[node] = ids.get(twin, f"%{number}")
+            if is_weight:
+                weight = program.weights[str(node.target)]
+                values[node] = weight
+                sources[node] = {_place(weight): weight.untyped_storage().nbytes()}
+            elif twin in values:
+                values[node], sources[node] = values[twin], sources[twin]
+            else:
+                sources[node] = {k: v for source in node.all_input_nodes for k, v in sources[source].items()}
+                reason = self._evaluate(node, values, sum(sources[node].values()))
+                if reason:
+                    declined.append(Declined(RULE, origin_of(node), reason))
+        return declined
 
     def _evaluate(self, node: fx.Node, values: dict[fx.Node, object], source_bytes: int) -> str | None:
         if ops.is_quantization(node.target):
@@ -94,7 +119,7 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int]) -> None:
+def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int]) -> fx.Node:
     """Makes a weight of a value. `places` are those of all weights, kept: to look at each again takes the square."""
     expected = type_of(node)
     if isinstance(expected, TensorType) and not TensorType.of(value).matches(expected):
@@ -106,10 +131,7 @@ def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int
     own = value.untyped_storage().nbytes() <= 2 * value.numel() * value.element_size()
     kept = value.detach() if own or _place(value) in places else value.detach().clone()
     places.add(_place(kept))
-    made = new_weight(program, node, name, kept)
-    record_rewrite([made], RULE, [node])
-    node.replace_all_uses_with(made)
-    program.graph.erase_node(node)
+    return new_weight(program, node, name, kept)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
