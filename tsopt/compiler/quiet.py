@@ -13,6 +13,9 @@ from typing import Any, TextIO, cast
 
 LOGGERS = ("torch", "torch.export", "torch.onnx", "onnxscript", "onnx_ir")
 
+_CHANGING = threading.Lock()
+_SILENCED: dict[str, tuple[int, int]] = {}  # by logger: how many blocks silence it, and its level before the first
+
 
 @contextlib.contextmanager
 def quiet(*, stdout: bool = False) -> Iterator[None]:
@@ -45,13 +48,20 @@ def _hushed(stream: TextIO | None) -> TextIO:
 
 @contextlib.contextmanager
 def silent(*names: str) -> Iterator[None]:
-    """Silences loggers."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    """Silences loggers, until the last block that does so ends: blocks of several threads end in any order."""
+    with _CHANGING:
+        for name in names:
+            logger = logging.getLogger(name)
+            blocks, level = _SILENCED.get(name, (0, logger.level))
+            _SILENCED[name] = blocks + 1, level
+            logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        with _CHANGING:
+            for name in names:
+                blocks, level = _SILENCED.pop(name)
+                if blocks > 1:
+                    _SILENCED[name] = blocks - 1, level
+                else:
+                    logging.getLogger(name).setLevel(level)
