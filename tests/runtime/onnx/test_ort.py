@@ -198,6 +198,24 @@ def test_options_reach_the_session_and_the_one_that_is_loaded(
     assert [read(options) for options in sessions] == [False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("version", "disabled"), [("1.29.0", ["SkipLayerNormFusion"]), ("1.30.0.dev1", []), ("2.0", [])]
+)
+def test_a_kernel_without_digits_is_not_used_where_it_is_that_of_old_versions(
+    monkeypatch, mlp_program, version, disabled
+):
+    given, real = [], onnxruntime.InferenceSession
+
+    def session(model, options, **rest):
+        given.append(rest.get("disabled_optimizers", []))
+        return real(model, options, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    tsopt.compile(mlp_program, "onnxruntime")
+    assert given == [disabled]
+
+
 def test_options_that_are_as_usual_are_not_in_a_bundle(mlp_program):
     assert tsopt.compile(mlp_program, "onnxruntime", threads=2, spinning=True).options == {"threads": 2}
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ON_CPU = ("CPUExecutionProvider",)
 CANNOT_RUN = "ONNX Runtime failed to run this call"
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
+# Before 1.30, the kernel for a sum and its layer norm computes the variance as E[x^2] - E[x]^2: of numbers around 1000,
+# nothing is left of it in float32.
+UNSTABLE_FUSIONS, STABLE_SINCE = ("SkipLayerNormFusion",), (1, 30)
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 )
@@ -290,7 +293,9 @@ def open_session(
             fix="pip uninstall onnxruntime, then pip install onnxruntime-gpu",
         )
     try:
-        session = ort.InferenceSession(model, wanted, providers=list(providers))
+        is_stable = _version(ort.__version__) >= STABLE_SINCE
+        more = {} if is_stable else {"disabled_optimizers": list(UNSTABLE_FUSIONS)}
+        session = ort.InferenceSession(model, wanted, providers=list(providers), **more)
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise _failed("ONNX Runtime rejects the exported model", error) from error
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
@@ -300,6 +305,10 @@ def open_session(
             fix="install the CUDA and cuDNN versions that this onnxruntime-gpu requires",
         )
     return _Session(session, arrays)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _failed(what: str, error: Exception) -> BackendError:
