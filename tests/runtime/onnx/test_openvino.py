@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +150,40 @@ def test_a_signal_is_handled_after_executables_are_gone():
     """A Core that is destroyed leaves the process with a stack for signal handlers that is gone."""
     done = subprocess.run([sys.executable, "-c", SIGNAL], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "handled"), done.stderr
+
+
+PLACES = """
+import os, sys, torch, tsopt
+from pathlib import Path
+torch.set_num_threads(2)
+layer = torch.nn.Linear(256, 256).eval()
+run = tsopt.compile(tsopt.capture(layer, torch.ones(64, 256)), "openvino", threads=2, pinning=sys.argv[1] == "True")
+run(torch.ones(64, 256))
+lines = [line for path in Path("/proc/self/task").glob("*/status") for line in path.read_text().splitlines()]
+print(len({line for line in lines if line.startswith("Cpus_allowed_list")}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="no /proc")
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="one core")
+@pytest.mark.parametrize("pinning", [False, True])
+@installed
+def test_threads_are_bound_to_cores_only_if_asked_to(pinning):
+    """By default, OpenVINO binds those of each process to the same cores."""
+    done = subprocess.run([sys.executable, "-c", PLACES, str(pinning)], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 1) == pinning
+
+
+@installed
+def test_pinning_reaches_the_engine_and_the_one_that_is_loaded(monkeypatch, tmp_path):
+    made, real = [], openvino.compiled_model
+    monkeypatch.setattr(openvino, "compiled_model", lambda *given: made.append(real(*given)) or made[-1])
+    model, x = layers(), torch.ones(2, 64)
+    assert "pinning" not in compiled(model, x).options
+    chosen = compiled(model, x, pinning=True)
+    tsopt.load(save(chosen, tmp_path / "net.tsopt", model, x))
+    assert [engine.get_property("ENABLE_CPU_PINNING") for engine in made] == [False, True, True]
 
 
 @installed

@@ -48,13 +48,14 @@ STORED = (*PRECISIONS, INT8_WEIGHTS, INT8_STATIC)  # what a bundle may have been
 MOST_IN_A_GROUP = 1 << 16  # elements that share a scale
 MOST_TOLERANCE = 1.0  # a relative error, as large as the output itself
 
+SWITCHES = ("spinning", "parallel", "arena", "pinning", "cuda_graph")
 VARIANTS = ("channels_last", "fused", "transposed", "separate_bias")  # of a CUDA graph
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {
     "threads": lambda value: value is None or is_thread_count(value),
     "hint": lambda value: value in ("latency", "throughput"),
     "precision": lambda value: value in STORED,
-    **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph", *VARIANTS)},
+    **{name: lambda value: type(value) is bool for name in (*SWITCHES, *VARIANTS)},
     "int8_weights": lambda value: type(value) is int and 0 <= value <= 127,
     "int8_group": lambda value: type(value) is int and 1 <= value <= MOST_IN_A_GROUP,
     "other_ops": lambda value: value in (FP32, "bf16"),

@@ -40,6 +40,8 @@ class OpenVinoBackend:
 
     threads: inference threads; None uses torch's setting at compile time, so that both race with the same number.
     hint: `latency` or `throughput`.
+    pinning: bind each thread to a core, always the first ones: several processes that do so share these, and leave the
+        others idle.
     other_ops: of an int8 program, the precision of the ops that are not in int8: `fp32` or `bf16`.
     precision: `fp32` (by default OpenVINO would use bfloat16 if the CPU supports it), `bf16` or `fp16`.
     check_indices: check the indices of each call: OpenVINO reads whatever memory is there for one that is out of range.
@@ -48,6 +50,7 @@ class OpenVinoBackend:
 
     threads: int | None = None
     hint: str = "latency"
+    pinning: bool = False
     precision: str = FP32
     other_ops: str = FP32
     check_indices: bool = True
@@ -116,8 +119,11 @@ class OpenVinoBackend:
         """The options that a bundle keeps."""
         import torch
 
-        options = {"threads": self.threads or torch.get_num_threads(), "hint": self.hint, "precision": self.precision}
+        options: dict[str, Any] = {"threads": self.threads or torch.get_num_threads()}
+        options |= {"hint": self.hint, "precision": self.precision}
         options |= int8_weights.to_options(program)
+        if self.pinning:
+            options["pinning"] = True
         if self.other_ops != FP32:
             if int8_weights.OPTION not in options:
                 raise UsageError(
@@ -185,6 +191,7 @@ def compiled_model(directory: Path, options: Mapping[str, Any], more: Mapping[st
     config: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("other_ops", options.get("precision", FP32))],
         "PERFORMANCE_HINT": str(options["hint"]).upper(),
+        "ENABLE_CPU_PINNING": bool(options.get("pinning")),
         # By default, it would round the inputs of every product with an int8 constant, those of a user's own as well.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(options.get(int8_weights.GROUP, 0)),
     }
