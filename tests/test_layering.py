@@ -110,6 +110,7 @@ WITHOUT_TORCH = (
     "runtime/onnx/onnx_model.py",
     "runtime/onnx/ort.py",
     "runtime/onnx/openvino.py",
+    "runtime/onnx/openvino_quotients.py",
     "runtime/onnx/int8_weights.py",
     "cli/app.py",
     "cli/main.py",

@@ -103,6 +103,23 @@ def test_factors_stay_where_the_first_may_overflow(dtype, function):
 
 
 @pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x / 60 / 60).floor(),
+        lambda x: (x * 24 / 7).ceil(),
+        lambda x: (x / 7 * 24).int(),
+        lambda x: (1 - x * 3 / 41) > 0,
+    ],
+)
+def test_factors_stay_where_a_multiple_of_a_divisor_decides(function):
+    check_declines(constants.mul_mul, function, torch.arange(-200, 200) * 60.0, constants.CUT)
+
+
+def test_factors_that_are_not_rounded_become_one_before_any_call():
+    check_fires(constants.mul_mul, lambda x: (x / 4 * 3).floor(), torch.arange(-8.0, 8), ops=["mul.Tensor", "floor"])
+
+
+@pytest.mark.parametrize(
     ("item", "x", "function"),
     [
         (constants.mul_mul, INTS, lambda x: x * 2 * 0.5),

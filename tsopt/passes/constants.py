@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.jumps import is_cut, is_power_of_two
 from tsopt.compiler.analysis.large_terms import absorbs
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
@@ -17,6 +18,7 @@ from tsopt.compiler.rewriting.rewrite import Site, rule
 PROMOTES = "the constant changes the dtype or the shape"
 OUT_OF_RANGE = "the merged factor would not be a normal number"
 OVERFLOWS = "the first factor may overflow where the merged one does not"
+CUT = "a later call rounds or compares the quotient, which multiples of the divisor make a whole number"
 ABSORBS = "adding a term this large rounds the value, possibly on purpose"
 SIDES = "in half precision, the kernel rounds a single number on the left only"
 
@@ -203,8 +205,13 @@ def mul_mul(at, x, a, b):
     dtype = x.meta["val"].dtype
     if dtype in INTEGERS:  # products modulo 2**n: exact
         return merged(at, aten.mul.Tensor, x, first * second, a, b)
-    first = 1 / first if at.root.args[0].target is aten.div.Tensor else first
-    second = 1 / second if at.root.target is aten.div.Tensor else second
+    divides = [call.target is aten.div.Tensor for call in (at.root.args[0], at.root)]
+    divisors = [factor for factor, is_divisor in zip((first, second), divides, strict=True) if is_divisor]
+    if not all(map(is_power_of_two, divisors)) and is_cut(at.root):
+        return at.skip(CUT)
+    first, second = (
+        1 / factor if is_divisor else factor for factor, is_divisor in zip((first, second), divides, strict=True)
+    )
     product, limits = first * second, torch.finfo(dtype)
     if not product_is_normal(product, first, second, dtype):
         return at.skip(OUT_OF_RANGE)

@@ -140,3 +140,44 @@ def test_a_candidate_that_computes_in_32_bits_is_found_out():
     assert not verdict.ok
     assert f"{EXTREME} x" in verdict.reason
     assert oracle.judge(lambda x: x // 1000).ok
+
+
+# ---- multiples of a divisor ---------------------------------------------------------------------------------
+
+MULTIPLES = f"{EXTREME} multiples"
+
+
+@pytest.mark.parametrize("model", [lambda x: (x / 7).ceil(), lambda x: ((x / 7) == 3) * x, lambda x: (x / 7).long()])
+def test_multiples_are_tried_where_a_quotient_decides(model):
+    (values,) = extremes(model, FLOATS)[MULTIPLES]
+    assert bool((values % 7 == 0).all())
+    assert {1, -1} <= set(values.sign().tolist())
+    assert bool(((values * (1 / torch.tensor(7.0))) % 1 != 0).all())
+
+
+def test_multiples_are_tried_of_whole_numbers():
+    (values,) = extremes(lambda x: (x / 3).ceil(), INTS.to(torch.uint8))[MULTIPLES]
+    assert len(values.unique()) > 9
+    assert bool((values % 3 == 0).all())
+
+
+def test_an_index_is_no_multiple():
+    i, x = extremes(lambda i, x: (x[i] / 7).ceil(), INTS[0] % 4, torch.ones(8))[MULTIPLES]
+    assert torch.equal(i, INTS[0] % 4)
+    assert bool((x % 7 == 0).all())
+
+
+@pytest.mark.parametrize("model", [lambda x: x / 7, lambda x: (x / 8).ceil(), lambda x: x.ceil() / 7])
+def test_multiples_are_not_tried_elsewhere(model):
+    assert MULTIPLES not in extremes(model, FLOATS)
+
+
+def test_a_candidate_that_multiplies_by_the_inverse_is_found_out():
+    def model(x):
+        return (x / 7).ceil()
+
+    oracle = Oracle(model, tsopt.example(FLOATS), tsopt.capture(model, FLOATS))
+    verdict = oracle.judge(lambda x: (x * (1 / 7)).ceil())
+    assert not verdict.ok
+    assert MULTIPLES in verdict.reason
+    assert oracle.judge(lambda x: (x / 7).ceil()).ok

@@ -63,7 +63,7 @@ def roundings(program: Program) -> Iterator[Rounding]:
         dtypes = [value.dtype for value in ops.tensors_of(node.meta.get("val")) if value.is_floating_point()]
         if not dtypes or not base_name(node):
             continue
-        parts, terms = _parts(program, node), _terms(program, node)
+        parts, terms = _parts(program, node), terms_of(program, node)
         own = reached[node] = {}
         for operand, signs in parts:
             for rounding, before in reached.get(operand, {}).items():
@@ -78,7 +78,7 @@ def roundings(program: Program) -> Iterator[Rounding]:
     yield from found.values()
 
 
-def _terms(program: Program, node: fx.Node) -> list[Term]:
+def terms_of(program: Program, node: fx.Node) -> list[Term]:
     """What a call adds that is known."""
     name, call = base_name(node), ops.bind(node)
     found: list[Term] = []
@@ -92,7 +92,7 @@ def _terms(program: Program, node: fx.Node) -> list[Term]:
         found = [(1.0, call["bias"])]
     if name in NORMS and call.get("running_mean") is not None:
         found.append((-1.0, call["running_mean"]))
-    return [term for term in found if not isinstance(term[1], fx.Node) or _constant(program, term[1]) is not None]
+    return [term for term in found if not isinstance(term[1], fx.Node) or constant_of(program, term[1]) is not None]
 
 
 def _factors(name: str, call: ops.Arguments) -> dict[str, float]:
@@ -125,30 +125,30 @@ def _parts(program: Program, node: fx.Node) -> list[tuple[fx.Node, Signs]]:
 
 def _signs(program: Program, value: object) -> Signs:
     """The signs of a literal or constant; none where it is neither."""
-    low, high = _bounds(program, value) or (0.0, 0.0)
+    low, high = ends_of(program, value) or (0.0, 0.0)
     return (PLUS if high > 0 else frozenset()) | (MINUS if low < 0 else frozenset())
 
 
 def _large(program: Program, term: Term, dtype: torch.dtype) -> dict[int, float]:
     """The largest magnitudes of a term that take digits from a value of this dtype, by their sign."""
     factor, value = term
-    ends = [factor * end for end in _bounds(program, value) or ()]
+    ends = [factor * end for end in ends_of(program, value) or ()]
     least = max(limit(dtype), STEP / torch.finfo(dtype).eps)
     return {1 if end > 0 else -1: abs(end) for end in ends if least <= abs(end) < math.inf}
 
 
-def _bounds(program: Program, value: object) -> tuple[float, float] | None:
+def ends_of(program: Program, value: object) -> tuple[float, float] | None:
     """The smallest and the largest element of a literal or constant."""
     if isinstance(value, (int, float)):
         return float(value), float(value)
-    constant = _constant(program, value)
+    constant = constant_of(program, value)
     if constant is None or constant.is_complex() or not constant.numel():
         return None
     low, high = constant.float().aminmax()
     return float(low), float(high)
 
 
-def _constant(program: Program, value: object) -> torch.Tensor | None:
+def constant_of(program: Program, value: object) -> torch.Tensor | None:
     """A weight, of which parts may have been taken, and copies."""
     while isinstance(value, fx.Node) and base_name(value) in PASSING and len(value.all_input_nodes) == 1:
         value = value.all_input_nodes[0]

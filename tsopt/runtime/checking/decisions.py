@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.jumps import COMPARISONS, is_decision, jump
 from tsopt.compiler.analysis.non_finite import PASSING
 from tsopt.compiler.analysis.range_rules import PLACES
 from tsopt.compiler.analysis.ranged_call import base_name
@@ -17,18 +18,6 @@ from tsopt.compiler.graph.values import Unknown, Values
 from tsopt.runtime.checking.compare import TOLERANCES
 
 CHOICES = ("argmax", "argmin")
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-# Where the result of a call jumps: how far a number is from there.
-JUMPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **dict.fromkeys(("floor", "ceil", "trunc", "frac"), lambda x: (x - x.round()).abs()),
-    "round": lambda x: (x - x.floor() - 0.5).abs(),
-    **dict.fromkeys(("sign", "sgn", "heaviside", "signbit"), torch.abs),
-}
-CASTS = frozenset({"to", "to_copy", "type_as"})
-# The same for what has more than one such place, or whose place another operand says.
-OTHER_JUMPS = frozenset({"bucketize", "searchsorted", "remainder", "fmod", "floor_divide", "histc", "isclose"}) | {
-    f"{kind}quantize_per_{part}" for kind in ("", "fake_") for part in ("tensor", "channel")
-}
 # Equal values may be taken in any order. `max` and `min` do so where they return places as well.
 ORDERING = PLACES | {"argsort", "cummax", "cummin", "multinomial"} | set(CHOICES)
 ORDERING_POOLS = frozenset(f"{kind}max_pool{n}d" for kind in ("", "adaptive_", "fractional_") for n in (1, 2, 3))
@@ -215,7 +204,7 @@ def may_be_decided_by_rounding(output: fx.Node, wide: Known, own: Known) -> bool
     for node in _upstream(output):
         if breaks_ties(node):
             return True
-        if not _is_decision(node) or not _roundings(sources_of(node)):
+        if not is_decision(node) or not _roundings(sources_of(node)):
             continue
         if _is_unknown(node, wide, own):
             return True
@@ -228,19 +217,6 @@ def may_be_decided_by_rounding(output: fx.Node, wide: Known, own: Known) -> bool
 def _is_unknown(node: fx.Node, *known: Known) -> bool:
     """Whether a value that a decision depends on cannot be had: random numbers are others in float64."""
     return any(isinstance(values[source], Unknown) for source in sources_of(node) for values in known)
-
-
-def _is_decision(node: fx.Node) -> bool:
-    name = base_name(node)
-    return name in COMPARISONS or name in OTHER_JUMPS or _jump(node) is not None
-
-
-def _jump(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """How far a number is from where the result of a call jumps; None where it does not."""
-    name, value = base_name(node), node.meta.get("val")
-    if name in CASTS and isinstance(value, torch.Tensor) and not _is_float(value):
-        return torch.abs if value.dtype == torch.bool else JUMPS["trunc"]
-    return JUMPS.get(name)
 
 
 def breaks_ties(node: fx.Node) -> bool:
@@ -309,11 +285,11 @@ def _margin(node: fx.Node, wide: Known, own: Known) -> _Margin | None:
 
         (a, b), (own_a, own_b) = values(wide), values(own)
         return _between([(item, wide[item], own[item]) for item in sources_of(node)], a, b, own_a, own_b)
-    jump, sources = _jump(node), sources_of(node)
-    if jump is None or not sources or not wide[sources[0]].is_floating_point():
+    distance, sources = jump(node), sources_of(node)
+    if distance is None or not sources or not wide[sources[0]].is_floating_point():
         return None
     source = sources[0]
-    gap = jump(wide[source].double())
+    gap = distance(wide[source].double())
     found = _between([(source, wide[source], own[source])], wide[source], wide[source], own[source], own[source])
     return _Margin(gap, found.reach)
 

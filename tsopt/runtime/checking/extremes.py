@@ -5,12 +5,14 @@ Generated only for programs in which no input value decides how much is computed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import Range, of_dtype
+from tsopt.compiler.analysis.jumps import is_cut, quotients
 from tsopt.compiler.analysis.range_rules import PLACES, RULES
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.analysis.ranges import recorded
@@ -21,7 +23,7 @@ from tsopt.runtime.onnx.integers.indices import USES, affine, uses_of
 from tsopt.runtime.onnx.integers.least_time import PRODUCTS
 
 EXTREME = "extreme"
-MIDDLES = f"{EXTREME} halves"
+MIDDLES, MULTIPLES = f"{EXTREME} halves", f"{EXTREME} multiples"
 ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try
 
 # Times in seconds and milliseconds, hashes, the ends of int32, what float32 and float64 hold, the ends of bytes.
@@ -72,6 +74,7 @@ CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fm
 ROUNDING = frozenset({"round", "rint"})  # and what quantizes, which has steps of its own
 STEPS = (1.0, 0.25)
 HALVES = 32  # to either side of zero, in the set of values in the middle between two steps
+MOST_MULTIPLES, MOST_DIVISORS = 1024, 16
 
 
 def extreme_values(
@@ -80,7 +83,8 @@ def extreme_values(
     """The values of all inputs, with extremes in place of one of them, or of all.
 
     Those of an input that is an index are the first and the last that exist. Where the program rounds, one set is of
-    floats that lie in the middle between two steps.
+    floats that lie in the middle between two steps; where it rounds or compares a quotient, one is of multiples of the
+    divisor.
     """
     if len(leaves) != len(program.signature.user_inputs) or not is_safe(program):
         return
@@ -102,6 +106,11 @@ def extreme_values(
     steps = _steps(program)
     if steps and any(leaf.is_floating_point() and leaf.numel() for leaf in leaves):
         yield MIDDLES, [_middles(leaf, steps, generator) if leaf.is_floating_point() else leaf for leaf in leaves]
+    if divisors := _divisors(program):
+        multiples = [k * divisor for divisor in divisors for k in _telling(divisor)]
+        known = torch.tensor(multiples, dtype=torch.float64, device="cpu")
+        drawn = [_drawn_from(known, leaf, generator) for leaf in leaves]
+        yield MULTIPLES, [leaf if i in indices else drawn[i] for i, leaf in enumerate(leaves)]
 
 
 def index_inputs(program: Program) -> dict[int, Range]:
@@ -175,6 +184,36 @@ def _middles(leaf: torch.Tensor, steps: Sequence[float], generator: torch.Genera
     widths = torch.tensor(steps, dtype=torch.float64, device="cpu")
     which = torch.arange(leaf.numel(), device="cpu").reshape(leaf.shape) % len(steps)
     return like(leaf, (numbers * widths[which] / 2).to(leaf.dtype).to(leaf.device))
+
+
+def _divisors(program: Program) -> list[float]:
+    """What a program divides by where it then rounds or compares the quotient."""
+    found: dict[float, None] = {}
+    for quotient in quotients(program):
+        if is_cut(quotient.node):
+            value = quotient.divisor
+            numbers = value.reshape(-1)[:MOST_DIVISORS].tolist() if isinstance(value, torch.Tensor) else [value]
+            found |= dict.fromkeys(float(number) for number in numbers if math.isfinite(number) and number != 0)
+    return list(found)[:MOST_DIVISORS]
+
+
+def _telling(divisor: float) -> list[int]:
+    """Which multiples of a number become another one by its rounded inverse in float32; any if none does."""
+    number = torch.tensor(divisor, dtype=torch.float32, device="cpu")
+    wanted = torch.arange(1, MOST_MULTIPLES, dtype=torch.float32, device="cpu")
+    found = wanted[(wanted * number) * (1 / number) != wanted] if bool(number) else wanted
+    return [int(k) for k in (found if len(found) else wanted)[:HALVES].tolist()]
+
+
+def _drawn_from(known: torch.Tensor, leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A tensor like another one, of those of these numbers, with both signs, that its dtype holds."""
+    both = torch.cat([known, -known])
+    if leaf.dtype in _INTEGERS:
+        both = both[both == both.to(leaf.dtype).double()]
+    if not leaf.numel() or not len(both) or not (leaf.is_floating_point() or leaf.dtype in _INTEGERS):
+        return leaf
+    places = torch.randint(len(both), leaf.shape, generator=generator, device="cpu")
+    return like(leaf, both[places].to(leaf.dtype).to(leaf.device))
 
 
 def like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
 from tsopt.runtime.onnx import int8_weights
 from tsopt.runtime.onnx.onnx_model import FILE
+from tsopt.runtime.onnx.openvino_quotients import keep_divisions
 from tsopt.runtime.onnx.ort import refusals, tensor_maker
 
 if TYPE_CHECKING:
@@ -201,7 +202,9 @@ def compiled_model(directory: Path, options: Mapping[str, Any], more: Mapping[st
     with _MAKING:
         core = _core()
     try:
-        return core.compile_model(str(directory / FILE), "CPU", config)
+        model = core.read_model(str(directory / FILE))
+        keep_divisions(model, rounding=int8_weights.OPTION not in options)
+        return core.compile_model(model, "CPU", config)
     except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
         raise _failed("OpenVINO rejects the exported model", error) from error
 

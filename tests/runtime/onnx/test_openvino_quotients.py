@@ -1,0 +1,67 @@
+"""Multiples of a divisor have whole quotients, which no engine rounds to another number."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="not installed")
+DIVISORS = torch.tensor([7.0, 41.0, 60.0, 0.1])
+MULTIPLES = torch.arange(-100, 101.0)[:, None] * DIVISORS
+
+
+def compiled(model, *args, passes=True):
+    program = tsopt.capture(model, args)
+    return tsopt.compile(tsopt.transform(program) if passes else program, "openvino")
+
+
+class Weeks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("days", DIVISORS.clone())
+
+    def forward(self, x):
+        return (x / self.days).ceil()
+
+
+def in_a_branch(x):
+    return torch.cond(x.sum() > 1e6, lambda x: x * 2, lambda x: (x / 7).ceil(), (x,))
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["transformed", "captured"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: torch.ceil(x / 7),
+        lambda x: torch.floor(x / 60),
+        lambda x: (x / 41).clamp(-1000, 1000).int(),
+        lambda x: (x / 7) == torch.tensor(3.0),
+        lambda x: x / 0.1 >= 5,
+        lambda x: (1 - (x / -7).reshape(-1)).trunc(),
+        lambda x: torch.addcdiv(x, x, DIVISORS).frac(),
+        lambda x: torch.where(x > 7, x / 7, x).amax(1).floor(),
+        lambda x: (x / 60 / 60).floor(),
+        lambda x: (x * 24 / 7).ceil(),
+        in_a_branch,
+        Weeks(),
+    ],
+)
+def test_multiples_of_a_divisor_make_whole_quotients(model, passes):
+    assert torch.equal(compiled(model, MULTIPLES, passes=passes)(MULTIPLES), model(MULTIPLES))
+
+
+def test_of_whole_numbers_too():
+    lengths = torch.arange(-300, 300)
+    assert torch.equal(compiled(lambda x: (x / 60).ceil(), lengths)(lengths), (lengths / 60).ceil())
+
+
+def test_infinities_and_nan_are_divided_as_well():
+    x = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0, 3e38, 1e-45])
+    found, wanted = compiled(lambda x: ((x / 7).ceil(), x / 7), x)(x), ((x / 7).ceil(), x / 7)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0, equal_nan=True)

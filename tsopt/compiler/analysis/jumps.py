@@ -1,0 +1,97 @@
+"""Calls whose results jump, such as `floor` and `==`, and the quotients that decide where they do.
+
+21 / 7 is 3. 21 times the rounded inverse of 7 is 3.0000002, of which `ceil` makes 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.analysis.large_terms import KEEPING, constant_of
+from tsopt.compiler.analysis.ranged_call import base_name
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+# Where the result of a call jumps: how far a number is from there.
+JUMPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("floor", "ceil", "trunc", "frac"), lambda x: (x - x.round()).abs()),
+    "round": lambda x: (x - x.floor() - 0.5).abs(),
+    **dict.fromkeys(("sign", "sgn", "heaviside", "signbit"), torch.abs),
+}
+CASTS = frozenset({"to", "to_copy", "type_as"})
+QUANTIZING = frozenset(
+    name for part in ("tensor", "channel") for name in (f"quantize_per_{part}", f"fake_quantize_per_{part}_affine")
+)
+# The same for what has more than one such place, or whose place another operand says.
+OTHER_JUMPS = QUANTIZING | {"bucketize", "searchsorted", "remainder", "fmod", "floor_divide", "histc", "isclose"}
+DIVISORS = {**dict.fromkeys(("div", "divide", "true_divide"), "other"), "addcdiv": "tensor2"}  # which operand it is
+WHOLE = KEEPING | {"sum", "cumsum"}  # of whole numbers, these make whole numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Quotient:
+    """A call that divides floats by a literal or a constant that is not a power of two."""
+
+    node: fx.Node
+    divisor: float | torch.Tensor
+
+
+def is_decision(node: fx.Node) -> bool:
+    """Whether a small difference of an operand may change the result of a call by a large one."""
+    name = base_name(node)
+    return name in COMPARISONS or name in OTHER_JUMPS or jump(node) is not None
+
+
+def jump(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How far a number is from where the result of a call jumps; None where it does not."""
+    name, value = base_name(node), node.meta.get("val")
+    if name in CASTS and isinstance(value, torch.Tensor) and not _is_float(value):
+        return torch.abs if value.dtype == torch.bool else JUMPS["trunc"]
+    return JUMPS.get(name)
+
+
+def is_cut(node: fx.Node) -> bool:
+    """Whether a call whose result jumps reads a value, or what is made of it element by element."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or not ops.is_call(user):
+                continue
+            seen.add(user)
+            if is_decision(user):
+                return True
+            if torch.Tag.pointwise in getattr(user.target, "tags", ()) or base_name(user) in WHOLE:
+                pending.append(user)
+    return False
+
+
+def quotients(program: Program) -> Iterator[Quotient]:
+    """The quotients by constants, without those of programs within."""
+    for node in program.calls():
+        name, value = DIVISORS.get(base_name(node)), node.meta.get("val")
+        if name is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        call = ops.bind(node)
+        given = call[name]
+        known: Any = given if isinstance(given, (int, float)) else constant_of(program, given)
+        if call.get("rounding_mode") is None and known is not None and not is_power_of_two(known):
+            yield Quotient(node, known)
+
+
+def is_power_of_two(value: float | torch.Tensor) -> bool:
+    """Whether the inverse of a number, or of each element, is not rounded."""
+    if isinstance(value, torch.Tensor):
+        return bool((torch.frexp(value.detach().double()).mantissa.abs() == 0.5).all())
+    return abs(math.frexp(value)[0]) == 0.5
+
+
+def _is_float(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
