@@ -109,9 +109,11 @@ class OpenVinoBackend:
         from tsopt.runtime.onnx.infinities import POOLING, REDUCTIONS, with_infinities
         from tsopt.runtime.onnx.openvino_int8 import with_fused_activations, with_layers_apart
         from tsopt.runtime.onnx.openvino_rounding import with_exact_halves
+        from tsopt.runtime.onnx.openvino_sums import with_sums_apart
 
         def lowered(program: Program) -> Program:
-            made = with_layers_apart(with_fused_activations(with_exact_halves(program)))
+            made = with_sums_apart(with_exact_halves(program))
+            made = with_layers_apart(with_fused_activations(made))
             return with_infinities(made, {**POOLING, **REDUCTIONS})
 
         return to_onnx(through(program, lowered))
