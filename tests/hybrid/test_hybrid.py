@@ -300,3 +300,34 @@ def test_a_model_whose_gradients_are_wanted_is_not_looked_through_at_each_call(m
         for _ in range(3):
             assert net(X).requires_grad
         assert len(found) == times
+
+
+class Potential(nn.Module):
+    """Differentiates inside, if it is asked to, and as one graph if it is not asked to decide."""
+
+    def __init__(self, decides):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.decides = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), decides
+
+    def forward(self, x, forces=False):
+        if not forces:
+            y = self.layers(x)
+            return y + 1 if self.decides and y.sum().item() > 1e9 else y
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.layers(x).sum(), x)
+        return -gradient
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"warmup": 0}, {"on_new_signature": "eager"}], ids=str)
+@pytest.mark.parametrize("decides", [False, True], ids=["one graph", "parts"])
+def test_a_model_may_differentiate_inside_in_calls_of_another_form(always_faster, decides, options):
+    model = Potential(decides).eval().requires_grad_(False)
+    net = tsopt.hybridize(model, **QUICK | options)
+    close(net(X), model(X))
+    assert compiled_of(net).fast is not None
+    for x in (X, X, X[:2], X):
+        close(net(x, forces=True), model(x, forces=True))
+    close(net(X), model(X))

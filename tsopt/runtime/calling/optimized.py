@@ -92,9 +92,9 @@ class Optimized:
             note=self._note,
         )
         self._audits = Audits(0) if audits is None or executable is None else audits
-        self._weights, self._shares, self._knows_objections, self._eager_calls = weights, share_weights, False, 0
+        self._weights, self._shares, self._mode = weights, share_weights, OwnMode(model)
+        self._is_inside, self._eager_calls = False, 0
         self._on_difference: Callable[[str], None] | None = None
-        self._mode = OwnMode(model)
         if executable is None:
             self._audits.left = NOW_AND_THEN  # there is nothing to audit; what is looked for is new weights and modes
         else:
@@ -128,7 +128,7 @@ class Optimized:
         if found is not None:
             executable, leaves = found
             return executable.run_leaves(leaves, args, kwargs)
-        if self._knows_objections and self.new_signatures.skips():
+        if self._is_inside and self.new_signatures.skips():
             return self._eager(*args, **kwargs)
         return self._thorough(executable, args, kwargs)
 
@@ -188,14 +188,15 @@ class Optimized:
         return executable.after(check)
 
     def unwatched(self, on_difference: Callable[[str, bool], None] | None = None) -> None:
-        """For a caller that watches the weights itself, and makes no call that only the model can serve.
+        """For a caller that watches the weights itself, and makes no call that only the model can serve. Calls of the
+        model itself are made in its modes.
 
         If an audit finds a difference, `on_difference` gets it, and whether the weights were written unseen.
         """
         if on_difference is not None:
             weights = self._weights
             self._on_difference = lambda found: on_difference(found, weights is not None and weights.changed())
-        self._weights, self._knows_objections = None, True
+        self._weights, self._is_inside = None, True
         self.executable = None if self.executable is None else self.executable.after(None)
         if self.executable is None:
             self._audits.end()
@@ -253,7 +254,7 @@ class Optimized:
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         self._eager_calls += 1
-        with torch.no_grad():
+        with contextlib.nullcontext() if self._is_inside else torch.no_grad():
             return self._mode.as_optimized(self.model)(*args, **kwargs)
 
     def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,10 +6,12 @@ not saved.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -85,7 +87,7 @@ class Partitioned:
         self._lease = None if report.winner_key == MODEL else lease
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
-        self._mode = OwnMode(model)
+        self._mode, self._is_inside = OwnMode(model), False
         eager_wins = report.winner_key == MODEL
         self.backend = "eager" if eager_wins else report.winner_key
         self._run = model if eager_wins else run
@@ -98,13 +100,17 @@ class Partitioned:
             return self._unserved(reason, args, kwargs)
         self._mode.look()
         if iterator_in(args, kwargs) is not None:  # TorchDynamo may read it while it traces
-            with torch.no_grad():
+            with self._modes():
                 return self._mode.as_optimized(self.model)(*args, **kwargs)
         self._audits.left -= 1
         if self._audits.left < 0:
             return self._looked_at(args, kwargs)
-        with torch.no_grad():
+        with self._modes():
             return self._mode.as_optimized(self._run)(*args, **kwargs)
+
+    def _modes(self) -> AbstractContextManager[Any]:
+        """What a call runs in: the Python code between the parts may differentiate, as it does in eager mode."""
+        return contextlib.nullcontext() if self._is_inside else torch.no_grad()
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
@@ -136,8 +142,9 @@ class Partitioned:
             return difference(self._run, self.model, Example(args, kwargs), runs_python=True, draws=draws)
 
     def unwatched(self) -> None:
-        """Turns off audits, for a caller that audits it and watches the weights itself."""
+        """Turns off audits, for a caller that audits it and watches the weights itself. Calls run in its modes."""
         self._audits.end()
+        self._is_inside = True
 
     def save(self, path: str | Path) -> Path:
         """Raises BundleError: the Python code between the parts cannot be saved."""
