@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import warnings
 from collections import Counter
@@ -22,6 +21,7 @@ from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import modules_of, protected, training_of
+from tsopt.compiler.turns import Turn
 from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
@@ -34,7 +34,7 @@ from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
-from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
+from tsopt.runtime.calling.served import ELSEWHERE, NOT_FASTER, HybridReport
 from tsopt.runtime.calling.settings import Settings
 from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
@@ -78,7 +78,7 @@ class Compiled:
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
-        self._lock, self._optimizes = threading.RLock(), False
+        self._turn, self._optimizes = Turn(), False
         forks.tell(self)
 
     @untraced
@@ -102,7 +102,7 @@ class Compiled:
 
     def forked(self) -> None:
         """No thread is there that may have held the lock."""
-        self._lock, self._optimizes = threading.RLock(), False
+        self._turn, self._optimizes = Turn(), False
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
@@ -132,12 +132,12 @@ class Compiled:
         """Whether inputs are so much larger than those of the last race that there will be another one."""
         if size_of(args, kwargs) < LARGER * self._size:
             return False
-        with self._lock:
-            if self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other thread was faster
+        with self._turn.taken() as mine:
+            if mine and self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other was faster
                 self._calls -= 1  # this one is not among those that have been served
                 self._drop(changes=0)
                 self._calls += 1
-        return True
+        return mine
 
     def _steps_back(self, reason: str, example: Example) -> bool:
         """If there is a reason, lets the model itself serve the calls, with next to no work around them."""
@@ -156,7 +156,7 @@ class Compiled:
 
     def _differs(self, found: str) -> None:
         """After a difference in an audit: the model is optimized again in its current state."""
-        with self._lock:
+        with self._turn.taken():
             self._drop()
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
@@ -173,17 +173,21 @@ class Compiled:
         if self.why_eager and self._other_flags():
             self.why_eager, self._refused_in = "", None
         if self._ambient.was_renumbered():
-            with self._lock:
-                if self.fast is not None:
+            with self._turn.taken() as mine:
+                if mine and self.fast is not None:
                     self._drop()
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
-                self._ambient = self._ambient_now()
+                if mine:
+                    self._ambient = self._ambient_now()
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
             self._doubt()
             self._declined(reason)
             return None
-        with self._lock:
+        with self._turn.taken() as mine:
+            if not mine:  # this thread optimizes another model, and that one may be what the other thread waits for
+                self._in_eager[ELSEWHERE] += 1
+                return None
             if self._optimizes:  # in this very thread: the model calls itself
                 return None
             if self.fast is not None and self._changed():
@@ -258,7 +262,7 @@ class Compiled:
         with kept_outside(self.model):
             outside, inside = call_effects(self.model, Watch(self.model, written), example)
         if outside:
-            with self._lock:
+            with self._turn.taken():
                 self._drop(changes=0)
                 self.why_eager = why_eager(outside)
             self._declined(self.why_eager)
@@ -298,7 +302,7 @@ class Compiled:
         if made is not None:
             outside, inside = call_effects(self.model, watch, example, apart)
             if outside:
-                with self._lock:
+                with self._turn.taken():
                     self._drop(changes=0)
                     self.why_eager = why_eager(outside)
                 self._say(self.why_eager)

@@ -15,6 +15,7 @@ from torch import nn
 import tsopt
 from tests.background.helpers import QUICK, Net, X, reports
 from tsopt.background import in_background, job
+from tsopt.compiler.turns import Turn
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.calling.holdings import Holdings
 from tsopt.runtime.calling.model_changes import Watch
@@ -103,8 +104,24 @@ def test_a_fork_has_no_part_in_what_its_parent_has_begun(answered):
     net, answered.answers = tsopt.hybridize(Net().eval(), **QUICK), False
     net(X)
     behind = compiled_of(net)
-    with behind._lock, behind.fast._lock:  # as by another thread, which the fork does not have
-        assert in_a_fork(lambda: tsopt.wait(net, 0) and behind._lock.acquire(blocking=False))
+    held, free = threading.Event(), threading.Event()
+
+    def hold():
+        with behind._turn.taken(), behind.fast._lock:
+            held.set()
+            free.wait(60)
+
+    def is_free():
+        with Turn().taken(), behind._turn.taken() as mine:  # one that has another does not wait
+            return tsopt.wait(net, 0) and mine
+
+    thread = threading.Thread(target=hold, daemon=True)  # which the fork does not have
+    thread.start()
+    assert held.wait(60)
+    assert not is_free()
+    assert in_a_fork(is_free)
+    free.set()
+    thread.join(60)
     assert not tsopt.wait(net, 0)
 
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.fx import _symbolic_trace
 
 from tsopt.compiler.capture.thread_patches import TRACING, _Here, apart
+from tsopt.compiler.turns import Turn
 
 
 def elsewhere(function):
@@ -105,10 +106,15 @@ def test_everything_is_back_behind_it_and_modules_are_told_of():
     assert seen() == before
 
 
+def is_free():
+    with Turn().taken(), TRACING.taken() as mine:  # one that has another does not wait
+        return mine
+
+
 def test_one_thread_traces_at_a_time():
     with apart():
-        assert elsewhere(lambda: TRACING.acquire(blocking=False)) is False
-    assert elsewhere(lambda: TRACING.acquire(blocking=False) and (TRACING.release() or True)) is True
+        assert elsewhere(is_free) is False
+    assert elsewhere(is_free) is True
 
 
 def test_a_flag_of_this_thread_adds_up_like_any_other():

@@ -16,6 +16,7 @@ from torch import nn
 import tsopt
 from tests.runtime.calling.helpers import OPTIONS, outcomes
 from tsopt import request as request_module
+from tsopt.compiler.capture.thread_patches import apart
 from tsopt.runtime.calling import new_signatures, specializations
 from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.specializations import call_key, sizes_of
@@ -71,6 +72,33 @@ def test_a_model_that_calls_what_it_is_compiled_to_is_served_by_itself(optimized
     calls.start()
     calls.join(30)
     assert [len(rows) for rows in found] == [7, 5]
+    assert [signature for signature, _ in fast.report.signatures] == ["f32[5, 6]"]
+
+
+def test_a_thread_that_compiles_another_model_does_not_wait(optimized_by, mlp):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def another(example):
+        begun.set()
+        may_end.wait(60)
+        return tsopt.compile(tsopt.capture(mlp, example), "eager")
+
+    fast = optimized_by("eager", another=another)
+    compiles = threading.Thread(target=lambda: fast(torch.ones(5, 6)), daemon=True)
+
+    def call_within_a_capture():
+        with apart():
+            compiles.start()
+            begun.wait(60)
+            found.append(fast(torch.ones(5, 6)))
+
+    found = []
+    calls = threading.Thread(target=call_within_a_capture, daemon=True)
+    calls.start()
+    calls.join(60)
+    may_end.set()
+    compiles.join(60)
+    assert [len(rows) for rows in found] == [5]
     assert [signature for signature, _ in fast.report.signatures] == ["f32[5, 6]"]
 
 

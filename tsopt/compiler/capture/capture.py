@@ -127,7 +127,7 @@ def capture_apart(
         check_apart(example, held_by(model))
     if is_scripted(model):
         model = Scripted(model)
-    with TRACING, quiet():
+    with TRACING.taken(waits=True), quiet():
         found = _from_shadow(model, examples, dynamic, frontend, eval_mode)
         if found is not None:
             return found, True

@@ -20,7 +20,9 @@ from torch import nn
 from torch.export import _trace
 from torch.fx import _symbolic_trace
 
-TRACING = threading.RLock()  # two tracers at once would see, and put back, each other's functions
+from tsopt.compiler.turns import Turn
+
+TRACING = Turn()  # two tracers at once would see, and put back, each other's functions
 FUNCTIONS = ((builtins, "max"), (builtins, "min"), (math, "pow"))
 FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 FX_FLAG = "_is_fx_tracing_flag"
@@ -49,7 +51,7 @@ def apart(on_call: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
             setattr(_symbolic_trace, FX_FLAG, _Here(getattr(_symbolic_trace, FX_FLAG), False))
         patch_method(self, cls, name, _only_here(traced, old), deduplicate)
 
-    with TRACING, ExitStack() as stack:
+    with TRACING.taken(waits=True), ExitStack() as stack:
         stack.enter_context(patch.object(_symbolic_trace._Patcher, "patch_method", patch_here))
         for name, here in (("_override_builtin_ops", _functions), ("_compiling_state_context", _flags)):
             if hasattr(_trace, name):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.origin import origin_in
 from tsopt.compiler.protect import training_of
+from tsopt.compiler.turns import Turn
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling import unseen_writes
@@ -144,12 +144,12 @@ class Graph:
         self._forms = Forms()
         self._served: Form | None = None  # what served the last call: other threads read it at once
         self._tried = self._is_closed = False  # whether it was ever optimized; whether it is not, for other weights
-        self._lock = threading.Lock()
+        self._turn = Turn()
         forks.tell(self)
 
     def forked(self) -> None:
         """No thread is there that may have held the lock."""
-        self._lock = threading.Lock()
+        self._turn = Turn()
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -199,13 +199,9 @@ class Graph:
         """What serves a call, if it is not what served the last one; None if the graph itself has to."""
         form = self._forms.serving(args)
         if form is None and not (self._is_closed and self._forms.made_for(args) is None):
-            lock = self._lock  # a fork meanwhile gets another one
             # While another thread optimizes it again, or for other weights, the graph itself serves this call.
-            if lock.acquire(blocking=not self._tried):
-                try:
-                    form = self._optimized(args)
-                finally:
-                    lock.release()
+            with self._turn.taken(at_once=self._tried) as mine:
+                form = self._optimized(args) if mine else None
         if form is not None:
             self._served = form
         return form
@@ -268,8 +264,8 @@ class Graph:
         spent = time.perf_counter() - start
         self.seconds += spent
         self._objects.add(tuple(id(value) for value in args if isinstance(value, nn.Parameter)))
-        with self._lock:
-            if self.late is not None:
+        with self._turn.taken() as mine:
+            if mine and self.late is not None:
                 self.share, self.late = spent / self.late, None
                 self.refused = "traced later, and optimized when it is called again"
                 if self.share < LATER * LEAST_SHARE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
+from tsopt.compiler.turns import Turn
 from tsopt.errors import CaptureError, TsoptError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
@@ -84,7 +84,7 @@ class NewSignatures:
         self.seconds, self._since = 0.0, time.monotonic()
         self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
         self._own: CallKey | None = None  # of the example
-        self._lock, self._compiling = threading.RLock(), False
+        self._turn, self._compiling = Turn(), False
         forks.tell(self)
 
     def accepting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Executable, Sequence[Any]] | None:
@@ -110,8 +110,8 @@ class NewSignatures:
         return found
 
     def _made(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        with self._lock:
-            if self._compiling:  # for this very thread: the model calls itself
+        with self._turn.taken() as mine:
+            if not mine or self._compiling:  # in this very thread: the model calls itself
                 return self._eager
             self._compiling = True
             try:
@@ -121,7 +121,7 @@ class NewSignatures:
 
     def forked(self) -> None:
         """No thread is there that may have held the lock."""
-        self._lock, self._compiling = threading.RLock(), False
+        self._turn, self._compiling = Turn(), False
 
     def skips(self) -> bool:
         """Whether to leave a call to the model without looking for what serves it.

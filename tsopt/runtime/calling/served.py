@@ -11,6 +11,7 @@ from tsopt.runtime.report import Report
 NOT_COMPILED = "the signature is not compiled"
 NOT_FASTER = "no compiled form is faster"
 COMPILING = "it is being compiled in the background"
+ELSEWHERE = "another thread compiles it"
 
 
 @dataclass(frozen=True, slots=True)
