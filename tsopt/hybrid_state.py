@@ -9,24 +9,21 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-
 from tsopt.api import optimize
 from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import modules_of, protected, training_of
 from tsopt.compiler.turns import Turn
-from tsopt.errors import CaptureError, TsoptError, UsageError
+from tsopt.errors import CaptureError, NotReady, TsoptError, UsageError
 from tsopt.runtime import forks
-from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
+from tsopt.runtime.calling.ambient import untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.call_effects import call_effects, not_changed, why_eager
+from tsopt.runtime.calling.eager_calls import EagerCalls
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.holdings import Holdings
@@ -34,9 +31,8 @@ from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
+from tsopt.runtime.calling.refused import Refused
 from tsopt.runtime.calling.served import ELSEWHERE, NOT_FASTER, HybridReport
-from tsopt.runtime.calling.settings import Settings
-from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn, stand_in
 from tsopt.runtime.report import Report
@@ -46,9 +42,6 @@ log = logging.getLogger("tsopt")
 # library that makes many calls once.
 OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
 CHANGES = 3  # times that the model may change between compiled calls before it stays in eager
-# Called on every call: a global of this module is looked up faster than an attribute of torch.
-_interferes, _gradients = watcher(), torch.is_grad_enabled
-_recording = fast_names()["recording"]
 
 
 class Compiled:
@@ -63,15 +56,13 @@ class Compiled:
         self.model, self.background, self.options = model, background, OPTIONS | options
         if "calibration" in options:  # the model may be optimized more than once
             self.options["calibration"] = readable_again(options["calibration"])
-        self._is_module = isinstance(model, nn.Module)
         self.fast: Optimized | Partitioned | InBackground | None = None
         self.why_eager = ""
         self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
-        self._searched: Watch | None = None  # for tensors that require gradients, while nothing is compiled
-        self._ambient = self._ambient_now()
-        self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
-        self._changes = 0
+        self._own = EagerCalls(model, follows_threads=self.options.get("threads") is None)
+        self._reason = self._own.reason  # asked on every call
+        self._refused, self._changes = Refused(), 0
         self._calls, self._seconds = 0, 0.0
         self._stepped_back, self._size = "", 0  # why no compiled form is used although there is one; for which inputs
         self._unseen = 0  # calls that the model itself serves before the next look
@@ -95,10 +86,11 @@ class Compiled:
         fast = self.fast
         # Another thread may give it up between two of these questions.
         watch = self._watch
-        unsure = fast is None or watch is None or self._reason(args, kwargs) or watch.changed()
+        unsure = fast is None or watch is None or self._reason(args, kwargs, watch) or watch.changed()
+        served: Callable[..., Any] | None = fast
         if unsure or self.fast is not fast:
-            fast = self._ready(args, kwargs)
-        return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
+            served = self._ready(args, kwargs, eager)
+        return eager(*args, **kwargs) if served is None else served(*args, **kwargs)
 
     def forked(self) -> None:
         """No thread is there that may have held the lock."""
@@ -110,7 +102,7 @@ class Compiled:
             return self._by_the_model(args, kwargs, eager)
         self._calls -= 1  # it comes to `__call__` once more
         fast = self.fast
-        served = fast is not None and not self._reason(args, kwargs) and not self._changed()
+        served = fast is not None and not self._reason(args, kwargs, self._watch) and not self._changed()
         if not served:
             self._audits.left = NEAR
             return self(args, kwargs, eager)
@@ -169,19 +161,19 @@ class Compiled:
         if self._stepped_back:
             self._stepped_back, self._unseen, self._audits = "", 0, Audits(0)
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
-        if self.why_eager and self._other_flags():
-            self.why_eager, self._refused_in = "", None
-        if self._ambient.was_renumbered():
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
+        """What serves a call, compiled now if need be; None where it is the model itself."""
+        if self._own.were_renumbered():
             with self._turn.taken() as mine:
                 if mine and self.fast is not None:
                     self._drop()
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
                 if mine:
-                    self._ambient = self._ambient_now()
-        reason = self.why_eager or self._reason(args, kwargs)
+                    self._own.renew()
+        reason = self.why_eager or self._reason(args, kwargs, self._watch) or self._refusal(args, kwargs)
         if reason:
-            self._doubt()
             self._declined(reason)
             return None
         with self._turn.taken() as mine:
@@ -191,9 +183,9 @@ class Compiled:
             if self._optimizes:  # in this very thread: the model calls itself
                 return None
             if self.fast is not None and self._changed():
-                if self._trains():
-                    self._doubt()
-                    self._declined("a submodule is in training mode: call model.eval() first")
+                reason = self._trains() or self._reason(args, kwargs, None)
+                if reason:
+                    self._declined(reason)
                     return None
                 self._drop()
                 log.info("%s has changed and is optimized again", name_of(self.model))
@@ -201,34 +193,42 @@ class Compiled:
                 self.why_eager = "its weights, hooks, attributes or globals change between calls"
                 self._declined(self.why_eager)
                 return None
-            if self.fast is None and not self.why_eager:
-                self._optimizes = True
-                try:
-                    self._begin() if self.background else self._optimize(Example(args, kwargs))
-                finally:
-                    self._optimizes = False
+            if self.fast is None:
+                # Asked again: what was asked before may have been the model as it was compiled.
+                reason = self._reason(args, kwargs, None) or self._refused.reason(args, kwargs)
+                reason = reason or self._make(Example(args, kwargs))
+                if reason:
+                    self._declined(reason)
+                    return self._refused.served_by(eager)
             return None if self._stepped_back else self.fast
 
-    def _optimize(self, example: Example) -> None:
-        self._ambient, audits = self._ambient_now(), Audits(self.options.get("audit", SHARE))
-        start, before, self._searched = time.perf_counter(), Watch(self.model), None
-        held = Holdings(before.modules)
+    def _make(self, example: Example) -> str:
+        """Compiles the model, or begins to. Returns why it is not compiled for such a call; empty if it is."""
+        self._optimizes = True
+        try:
+            return self._begin() if self.background else self._optimize(example)
+        finally:
+            self._optimizes = False
+
+    def _optimize(self, example: Example) -> str:
+        self._own.renew()
+        audits = Audits(self.options.get("audit", SHARE))
+        start, before = time.perf_counter(), Watch(self.model)
+        held, why, not_ready = Holdings(before.modules), "", False
+        fast: Optimized | Partitioned | InEager | None = None
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
             raise
         except TsoptError as error:
-            self.why_eager = "; ".join(filter(None, (error.what, error.where)))
-            self._refused_in = training_of(modules_of(self.model))
-            self._declined(self.why_eager)
-            return
+            why, not_ready = "; ".join(filter(None, (error.what, error.where))), isinstance(error, NotReady)
         finally:
-            self._seconds += time.perf_counter() - start
-        if isinstance(fast, InEager):
-            self.why_eager = fast.report.why
-            self._refused_in = training_of(modules_of(self.model))
-            self._declined(self.why_eager)
-            return
+            spent = time.perf_counter() - start
+            self._seconds += spent
+        if fast is None or isinstance(fast, InEager):
+            why = why if fast is None else fast.report.why
+            # What makes a model ready may be its own call, as that of a lazy module.
+            return self._refused.add(example, why, Watch(self.model), spent, settles=not not_ready)
         fast.unwatched()
         is_one = isinstance(fast, Optimized)
         if isinstance(fast, Optimized):
@@ -236,25 +236,23 @@ class Compiled:
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         before.leave_out(watch.written)
         if is_one and (before.was_overwritten() or held.replaced(watch.written)):
-            self._overwritten()
-            return
+            return self._overwritten()
         # A part of a model in parts is the model's own code, whose state nobody knows.
         apart = stand_in(self.model, watch.written, example) if is_one else None
         outside, inside = call_effects(self.model, watch, example, apart, knows_state=is_one)
         if outside and not _is_eager(fast):
-            self.why_eager = why_eager(outside)
-            self._declined(self.why_eager)
-            return
+            return self._refused.add(example, why_eager(outside), watch, spent, settles=True)
         if is_one and (watch.changed() or held.replaced(watch.written)):
-            self._overwritten()
-            return
+            return self._overwritten()
         if inside and not outside and not _is_eager(fast):
             self._say_once(f": {not_changed(inside)}", stacklevel=8)
-        self._ambient.ask(watch.asks)
-        self._watch, self.fast = watch, fast
+        self._own.ask(watch.asks)
         reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example, apart)
+        # The form is last: what ends this before, an interrupt for one, leaves none that serves calls unaudited.
         if not self._steps_back(reason, example):
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
+        self._watch, self.fast = watch, fast
+        return ""
 
     def _refuse_effects(self, example: Example) -> None:
         """Raises CaptureError for a call of another form that changes what is outside of the model: eager serves it."""
@@ -262,56 +260,55 @@ class Compiled:
         with kept_outside(self.model):
             outside, inside = call_effects(self.model, Watch(self.model, written), example)
         if outside:
-            with self._turn.taken():
-                self._drop(changes=0)
-                self.why_eager = why_eager(outside)
-            self._declined(self.why_eager)
-            raise CaptureError(self.why_eager)
+            reason = why_eager(outside)
+            self._say(reason, stacklevel=16)
+            raise CaptureError(reason)
         if inside:
             self._say_once(f": {not_changed(inside)}", stacklevel=15)
 
-    def _overwritten(self) -> None:
-        """Another thread has changed the weights that a form was compiled from."""
+    def _overwritten(self) -> str:
+        """Another thread has changed the weights that a form was compiled from. There is no reason to refuse calls."""
         self._in_eager["its weights were changed while it was compiled"] += 1
         self._drop()
+        return ""
 
     def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example, apart: StandIn | None) -> str:
         """Why the model itself is faster than the compiled form with what is done around a call; empty if it is not."""
 
         def served(*args: Any, **kwargs: Any) -> Any:
-            return fast(*args, **kwargs) if not self._reason(args, kwargs) and not self._changed() else None
+            return None if self._reason(args, kwargs, watch) or watch.changed() else fast(*args, **kwargs)
 
         eager, touched = (self.model, self.model) if apart is None else (apart.called, None)
         among_threads = not isinstance(fast, Partitioned) and others_run()
         with kept_outside(self.model), protected(touched, written=watch.written, among_threads=among_threads):
             return loss(eager, served, InputSet("example", example).clone())
 
-    def _ambient_now(self) -> Settings:
-        return Settings(follows_threads=self.options.get("threads") is None)
+    def _begin(self) -> str:
+        self._own.renew()
+        audits = Audits(self.options.get("audit", SHARE))
+        made = InBackground(self.model, self.options | {"audit": 0}, self._say, self._why_not)
+        self._own.ask(made.asks)
+        self._audits = audits
+        self.fast = self._watch = made
+        return ""
 
-    def _begin(self) -> None:
-        self._ambient = self._ambient_now()
-        options = self.options | {"audit": 0}
-        self.fast = self._watch = InBackground(self.model, options, self._say, self._may_serve)
-        self._ambient.ask(self.fast.asks)
-        self._audits = Audits(self.options.get("audit", SHARE))
-
-    def _may_serve(self, made: Executable | None, watch: Watch, example: Example, apart: StandIn | None) -> bool:
-        """Whether a form compiled in another process will serve calls; `made` is None if eager won."""
+    def _why_not(self, made: Executable | None, watch: Watch, example: Example, apart: StandIn | None) -> str:
+        """Why what was compiled in another process, None if eager won, will not serve calls; empty if it will."""
         fast = self.fast
-        if made is not None:
+        if made is None:
+            reason = NOT_FASTER
+        else:
             outside, inside = call_effects(self.model, watch, example, apart)
             if outside:
-                with self._turn.taken():
-                    self._drop(changes=0)
-                    self.why_eager = why_eager(outside)
-                self._say(self.why_eager)
-                return False
+                reason = why_eager(outside)
+                self._say(reason)
+                return reason
             if inside:
                 self._say_once(f": {not_changed(inside)}", stacklevel=10)
-        reason = NOT_FASTER if made is None else self._loss(made, watch, example, apart)
+            reason = self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any
-        return made is not None and not (self._steps_back(reason, example) if alone else reason)
+        # Where a policy keeps it from stepping back, what was made serves although it is slower.
+        return "" if alone and not self._steps_back(reason, example) and made is not None else reason
 
     def _changed(self) -> bool:
         watch = self._watch  # read once: another thread may drop it
@@ -323,55 +320,29 @@ class Compiled:
         if watch is not None and any(training_of(watch.modules)):
             watch.doubt()
 
-    def _trains(self) -> bool:
-        """Whether a module was switched to training mode."""
+    def _trains(self) -> str:
+        """Why eager serves calls where a module was switched to training mode."""
         watch = self._watch
         flags = watch is not None and watch.training_changed()
-        return flags and any(training_of(modules_of(self.model)))
+        trains = flags and any(training_of(modules_of(self.model)))
+        return "a submodule is in training mode: call model.eval() first" if trains else ""
 
-    def _other_flags(self) -> bool:
-        """Whether training flags have changed since it could not be captured."""
-        return self._refused_in is not None and self._refused_in != training_of(modules_of(self.model))
-
-    def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why this call is served by eager."""
-        if self._is_module and self.model.training:  # type: ignore[attr-defined]
-            return "it is in training mode: call model.eval() first"
-        if _interferes():
-            return objection(())
-        if _recording():
-            return RECORDING
-        if _gradients() and self._wants_gradients(args, kwargs):
-            return "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
-        return self._ambient.differs()
-
-    def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        watch = self._watch if self.fast is not None else None
-        own = self.model.parameters() if watch is None and self._is_module else ()  # type: ignore[attr-defined]
-        if any(tensor.requires_grad for tensor in own):  # of most models, the first one says it
-            return True
-        if any(tensor.requires_grad for tensor in (watch or self._search()).tensors):
-            return True
-        try:
-            leaves, _ = flatten((args, kwargs))
-        except CaptureError:  # it contains itself: whatever it holds, it is a call for eager
-            return True
-        return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
-
-    def _search(self) -> Watch:
-        """The model as it is, looked through again only after a change."""
-        found = self._searched
-        if found is None or found.changed():
-            found = self._searched = Watch(self.model)
-        return found
+    def _refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why nothing is compiled for such calls, of which some more may then be the model's without a look."""
+        reason = self._refused.reason(args, kwargs) if self.fast is None else ""
+        if reason:
+            self._unseen = unseen = self._refused.pause()
+            self._in_eager[reason] += unseen
+        return reason
 
     def _declined(self, reason: str) -> None:
         """A call that the model itself serves."""
+        self._doubt()
         self._in_eager[reason] += 1
         self._say(reason)
 
-    def _say(self, reason: str) -> None:
-        self._say_once(f" runs in eager mode: {reason}", stacklevel=8)
+    def _say(self, reason: str, stacklevel: int = 8) -> None:
+        self._say_once(f" runs in eager mode: {reason}", stacklevel)
 
     def _say_once(self, text: str, stacklevel: int) -> None:
         if text not in self._said:
@@ -391,6 +362,8 @@ class Compiled:
             in_eager[self._stepped_back] += self._calls - calls - (in_eager.total() - of_these)
         elif isinstance(fast, Optimized):
             in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
+        elif self._unseen:  # which are counted already
+            in_eager = in_eager - Counter({self._refused.latest: self._unseen})
         return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:

@@ -15,6 +15,7 @@ import tsopt
 from tests.hybrid.models import QUICK, Net, Slotted, X, close, eager, relu
 from tsopt import hybrid_state
 from tsopt.hybrid import compiled_of
+from tsopt.runtime.calling import eager_calls
 from tsopt.runtime.calling.model_changes import Watch
 
 
@@ -287,7 +288,7 @@ def test_the_class_of_a_hybrid_is_not_registered_as_one_of_the_users():
 def searched(monkeypatch):
     """The models that are looked through."""
     found = []
-    monkeypatch.setattr(hybrid_state, "Watch", lambda model, *args: found.append(model) or Watch(model, *args))
+    monkeypatch.setattr(eager_calls, "Watch", lambda model, *args: found.append(model) or Watch(model, *args))
     return found
 
 
@@ -300,6 +301,39 @@ def test_a_model_whose_gradients_are_wanted_is_not_looked_through_at_each_call(m
         for _ in range(3):
             assert net(X).requires_grad
         assert len(found) == times
+
+
+def head(net, layer):
+    net.layers[3] = layer
+
+
+def prompt(net, layer):
+    net.layers[0].bias = nn.Parameter(torch.ones(16))
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+@pytest.mark.parametrize("change", [head, prompt])
+def test_gradients_of_what_was_put_in_since_are_those_of_eager(always_faster, calls, change):
+    net = tsopt.hybridize(Net().eval().requires_grad_(False), **QUICK)
+    net(X)
+    change(net, nn.Linear(16, 3))
+    for _ in range(2):
+        assert net(X).requires_grad
+    with torch.no_grad():
+        close(net(X), eager(net))
+    assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_gradients_of_a_functional_call_are_those_of_eager(always_faster, calls):
+    net = tsopt.hybridize(Net().eval().requires_grad_(False), **QUICK)
+    wanted = net(X)
+    for _ in range(2 * hybrid_state.CHANGES):
+        weight = torch.ones(3, 16, requires_grad=True)
+        torch.func.functional_call(net, {"layers.3.weight": weight}, (X,)).sum().backward()
+        assert weight.grad is not None
+        close(net(X), wanted)
+    assert len(calls) == 1, "what was put in for a call is no change of the model"
 
 
 class Potential(nn.Module):

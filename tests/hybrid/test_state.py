@@ -197,3 +197,35 @@ def test_a_function_that_calls_itself_is_optimized_once(monkeypatch):
     for _ in range(2):
         assert halves(torch.ones(2), 3).tolist() == [0.125, 0.125]
     assert made == [3]
+
+
+@pytest.mark.parametrize("place", ["loss", "call_effects", "executable_difference"])
+def test_after_an_interrupt_in_the_first_call_the_next_one_compiles_all_the_same(
+    always_faster, calls, monkeypatch, place
+):
+    real, seen = getattr(hybrid_state, place), []
+
+    def interrupted(*args, **options):
+        seen.append(compiled_of(net).fast)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(hybrid_state, place, interrupted)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            net(X)
+        for _ in range(110):
+            close(net(X), eager(net))
+    assert seen[:2] == [None, None], "what is not finished serves no calls"
+    assert len(calls) == 2
+    assert compiled_of(net)._audits.count
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_option_that_is_refused_is_refused_by_each_call(background):
+    net = tsopt.hybridize(Net().eval(), audit=7, background=background, **QUICK)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(tsopt.UsageError, match="audit must be"):
+            net(X)

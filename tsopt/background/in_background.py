@@ -21,11 +21,12 @@ from tsopt.compiler.model_reads import reads_of
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
-from tsopt.errors import AccuracyError, SignatureError, TsoptError, UsageError
+from tsopt.errors import AccuracyError, NotReady, SignatureError, TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_COUNTED, MAX_FAILURES
+from tsopt.runtime.calling.refused import settled
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import (
     UNTOLD,
@@ -58,8 +59,8 @@ class InBackground:
 
     Args:
         say: tells the user why the model itself serves a call.
-        may_serve: whether what was made, nothing if eager has won, will serve calls such as the one that it was made
-            for, by this model as it is watched. Called in the thread of a call.
+        why_not: why what was made, nothing if eager has won, will not serve calls such as the one that it was made
+            for, by this model as it is watched; empty if it will. Called in the thread of a call.
 
     Attributes:
         reports: of the signatures that are ready, the newest last.
@@ -72,10 +73,11 @@ class InBackground:
         model: Callable[..., Any],
         options: dict[str, Any],
         say: Callable[[str], None],
-        may_serve: Callable[[Executable | None, Watch, Example, StandIn | None], bool],
+        why_not: Callable[[Executable | None, Watch, Example, StandIn | None], str],
     ) -> None:
         self.model, self.options, self.reports = model, options, list[Report]()
-        self._say, self._may_serve = say, may_serve
+        self._say, self._why_not = say, why_not
+        self._reasons: dict[CallKey, str] = {}  # why eager serves calls for which there was a job
         self._specializations = Specializations()
         # The files of a job are there for as long as what was made from them.
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
@@ -88,6 +90,8 @@ class InBackground:
         self._watch: Watch | None = None
         self._searched: Watch | None = None  # for tensors, while nothing is compiled
         self._learning: Watch | None = None
+        self._refused_as: Watch | None = None  # the model for which a job has made nothing that may serve
+        self._unsettled: Watch | None = None  # the same, while it is not known what calls change in it
         self.asks = reads_of(model).names
         forks.tell(self)
 
@@ -105,7 +109,8 @@ class InBackground:
         if served is self.model:
             self.in_eager[self._why_eager(args, kwargs)] += 1
         learning, self._learning = self._learning, None
-        found = served(*args, **kwargs)
+        unsettled, self._unsettled = self._unsettled, None
+        found = served(*args, **kwargs) if unsettled is None else settled(unsettled, served, args, kwargs)
         if learning is not None and served is self.model:
             # What the model itself changes when it is called does not count. Of tensors, the answer says which:
             # others may have been written by another thread.
@@ -119,7 +124,7 @@ class InBackground:
         try:
             key = call_key(args, kwargs)
             if self._specializations.get(key) is self.model:
-                return NOT_FASTER
+                return self._reasons.get(key, NOT_FASTER)
             return COMPILING if job is not None and form_of(job.key) == form_of(key) else NOT_COMPILED
         except UNTOLD:
             return NOT_COMPILED
@@ -154,8 +159,9 @@ class InBackground:
         return self._watch is not None and self._watch.training_changed()
 
     def changed(self) -> bool:
-        """Whether the weights differ from those of the compiled forms."""
-        return self._watch is not None and self._watch.changed()
+        """Whether the model differs from that of the compiled forms, or from the one that was refused."""
+        watch = self._watch or self._refused_as
+        return watch is not None and watch.changed()
 
     def doubt(self) -> None:
         """Before a call in training mode, which may write statistics: they are compared by value when it matters."""
@@ -285,14 +291,19 @@ class InBackground:
             self._refused = error
             raise
         except Exception as error:  # of files, of engines: eager serves
-            if state is None or not job.watch.changed():  # else it was compared with other weights
+            # Else it was compared with other weights, or was not ready then, as a lazy module before its first call.
+            if (state is None and not isinstance(error, NotReady)) or not job.watch.changed():
                 self._failed(running.key, running.partner, error)
             return
         # Recorded again, with what calls have changed by now.
         watch = job.watch if executable is None else Watch(self.model, executable.state)
         if job.watch.changed():
             return
-        if not self._may_serve(executable, watch, job.examples[0], apart):
+        why = self._why_not(executable, watch, job.examples[0], apart)
+        if why:
+            self._reasons[running.key] = why
+            if executable is not None:
+                self._refused_as = watch
             executable = None
         if executable is not None:
             self._files[executable], self._watch, self._searched = job, watch, None
@@ -346,5 +357,9 @@ class InBackground:
 
     def _fail(self, key: CallKey, error: Exception) -> None:
         told = (error.what, error.where, error.why) if isinstance(error, TsoptError) else (repr(error),)
-        self._say("; ".join(filter(None, told)))
+        self._reasons[key] = reason = "; ".join(filter(None, told))
+        self._say(reason)
         self._specializations.keep(key, self.model)
+        self._refused_as = watch = Watch(self.model)
+        # What makes a model ready may be its own call, as that of a lazy module.
+        self._unsettled = None if isinstance(error, NotReady) else watch

@@ -257,6 +257,8 @@ class Watch:
         found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
         found.empty = [table for table in found.empty if not table]
         found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if alike(content_of(c), before)]
+        classes = zip(found.classes, self._classes, strict=True)
+        found.classes = [(cls, name) for (cls, name), before in classes if alike(getattr(cls, name, ABSENT), before)]
 
     def was_overwritten(self) -> bool:
         """Whether tensors have been written to, or have been given other memory."""
