@@ -261,3 +261,34 @@ def test_an_example_outside_of_its_range_is_refused(size):
 
 def test_an_example_without_rows_is_in_the_range():
     assert dims(tsopt.capture(nn.Linear(4, 2).eval(), [rows(0), rows(8)])) == {"batch": (0, None, 1)}
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda n: math.ceil(n / 4),
+        lambda n: math.floor(n / 3) + math.ceil((n + 1) / 7),
+        lambda n: math.trunc(n * n / 5),
+        lambda n: math.ceil(2 * n / n),
+    ],
+)
+@pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime"])
+def test_a_quotient_of_sizes_is_rounded_as_in_python(count, backend):
+    program = tsopt.capture(lambda x: x.new_zeros(count(x.shape[0])) + x[0, 0], [rows(64), rows(128)])
+    run = tsopt.compile(program, backend)
+    (dim,) = program.signature.dims
+    for size in range(max(dim.low, 1), 50):
+        assert run(rows(size)).shape == (count(size),), size
+
+
+@pytest.mark.parametrize("count", [lambda n: math.floor(n * 0.29), lambda n: round(n / 4)])
+def test_sizes_that_engines_would_round_otherwise_are_captured_one_by_one(count):
+    """In float32, the 29 hundredths of 100 are 29; in Python they are 28."""
+
+    def model(x):
+        return x.new_zeros(count(x.shape[0])) + x[0, 0]
+
+    with pytest.raises(CaptureError, match="computes with sizes in an unsupported way") as error:
+        tsopt.capture(model, [rows(64), rows(128)])
+    assert not isinstance(error.value, tsopt.GraphBreakError), "it is one graph at one size"
+    assert tsopt.compile(tsopt.capture(model, rows(100)), "eager")(rows(100)).shape == (count(100),)

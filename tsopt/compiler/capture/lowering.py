@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,12 +25,13 @@ from tsopt.compiler.graph.origin import origin_in, origin_of, origin_of_meta
 from tsopt.compiler.graph.program import Program, type_of_value
 from tsopt.compiler.sizes.guards import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.sizes.symbols import hinted
-from tsopt.errors import GraphBreakError
+from tsopt.errors import CaptureError, GraphBreakError
 
 # Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
 # an axis too many, every version takes a dropout that does nothing for a copy.
 MISTAKEN = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 MISTAKEN |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+ROUNDING = (math.ceil, math.floor, math.trunc)  # of sizes
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
@@ -174,6 +176,9 @@ class _Lowering:
     def call(self, node: fx.Node) -> None:
         if is_settled(node):  # a condition on sizes: the signature checks it
             return
+        if node.target in ROUNDING and _is_quotient(node.args[0]):
+            self.mapping[node] = self._rounded(node)
+            return
         if not _known(node):
             raise _no_op(node)
         if control.is_higher_order(node.target):
@@ -203,10 +208,22 @@ class _Lowering:
                 raise _of_values(ops.name_of(node), origin_of(made) or None)
         self.mapping[node] = made
 
+    def _rounded(self, node: fx.Node) -> fx.Node:
+        """The floor or the ceiling of a quotient of sizes, in integers: engines compute quotients in float32."""
+        quotient: Any = node.args[0]
+        above, below = (self.mapping[arg] if isinstance(arg, fx.Node) else arg for arg in quotient.args)
+        steps: list[tuple[Any, Any]] = [(operator.floordiv, below)]
+        if node.target is math.ceil:
+            steps = [(operator.add, below), (operator.sub, 1), *steps]
+        for target, other in steps:
+            above = self.graph.call_function(target, (above, other))
+            above.meta = {"val": node.meta["val"]}  # of the result: each is computed again for the sizes of the trace
+        return above
+
     def _control(self, node: fx.Node) -> fx.Node:
         """A call of control flow, with the constants of its branches as operands."""
         if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
-            raise GraphBreakError(
+            raise CaptureError(
                 f"{ops.name_of(node)} is not supported with dynamic sizes",
                 where=origin_of_meta(node.meta) or None,
                 why="its branches or loop body are captured for one size",
@@ -252,7 +269,21 @@ class _Lowering:
         return self.graph
 
 
-def _no_op(node: fx.Node) -> GraphBreakError:
+def _is_quotient(value: Any) -> bool:
+    """Whether a number is an integer from sizes, not negative, divided by a positive one."""
+    if not isinstance(value, fx.Node) or value.target is not operator.truediv:
+        return False
+    above, below = (arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in value.args)
+    return _is_at_least(above, 0) and _is_at_least(below, 1)
+
+
+def _is_at_least(number: Any, least: int) -> bool:
+    if isinstance(number, torch.SymInt) and not is_of_values(number):
+        return bool((number.node.expr - least).is_nonnegative)
+    return type(number) is int and number >= least
+
+
+def _no_op(node: fx.Node) -> CaptureError:
     """The refusal of a call that is neither an op nor a choice among its results."""
     name = getattr(node.target, "__name__", str(node.target))
     where = origin_of_meta(node.meta) or None
@@ -264,10 +295,10 @@ def _no_op(node: fx.Node) -> GraphBreakError:
             fix="compute both branches and select with torch.where, or use a Python loop of fixed length",
         )
     if isinstance(node.meta.get("val"), SYMBOLIC) and not is_of_values(node.meta["val"]):
-        return GraphBreakError(
+        return CaptureError(
             f"the model computes with sizes in an unsupported way ({name})",
             where=where,
-            why="a program supports only arithmetic, min and max on sizes",
+            why="a program supports only arithmetic, min and max on sizes, and math.ceil and math.floor of a quotient",
             fix="leave dynamic out: each size is captured when it is first called",
         )
     return _of_values(name, where)
