@@ -54,6 +54,38 @@ def test_where_calls_are_long_a_range_ends_at_the_largest_example(monkeypatch):
     assert made(lambda x: x * 2, (20, 4), "n[1..100]").checked.startswith("n: 1..100, ")
 
 
+@pytest.mark.parametrize(
+    ("model", "low", "notes"),
+    [
+        (lambda x: x * 2, 0, []),
+        (lambda x: x - x.max(0).values, 1, ["excluded n 0: the model itself fails at this size"]),
+    ],
+)
+def test_no_rows_are_a_size_like_others_where_they_are_asked_for(model, low, notes):
+    found = made(model, (8, 2), "n[0..16]")
+    assert found.checked.startswith(f"n: {low}..16, checked at {'0, ' * (not low)}1, ")
+    assert list(found.notes) == notes
+
+
+def test_where_calls_are_long_a_range_grows_no_further_than_the_call(monkeypatch):
+    def model(x):
+        tried.append(x.shape[0])
+        return (x @ x.T).softmax(-1) @ x
+
+    tried = []
+    found = made(model, (20, 4), "n")
+    run = tsopt.compile(found.program, "eager")
+    run.reference, run.limits = found.program, found.limits
+    monkeypatch.setattr(held_out_sizes, "MUCH", 10_000)  # between a call with 60 rows and one with twice as many
+    tried.clear()
+    wide = held_out_sizes.widened(model, run, example(torch.randn(60, 4)))
+    assert str(wide.signature.dims[0]) == "n: 1..60"
+    assert max(tried) == 60
+    monkeypatch.undo()
+    wide = held_out_sizes.widened(model, run, example(torch.randn(60, 4)))
+    assert str(wide.signature.dims[0]) == "n: 1..120"
+
+
 def test_an_end_that_was_asked_for_is_reached_whatever_the_size_is_called():
     """Two sizes that are one get one of their names; here the mask has the one with an end."""
 

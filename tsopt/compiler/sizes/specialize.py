@@ -72,6 +72,17 @@ def evaluate(program: Program, sizes: Sizes) -> dict[fx.Node, Any]:
     return values
 
 
+def work_at(program: Program, sizes: Sizes) -> float:
+    """How many numbers a call computes at these sizes; none where it does not run."""
+    try:
+        values = evaluate(program, sizes)
+    except Exception:  # whatever an op says about sizes that do not fit
+        return 0.0
+    return sum(
+        tensor.numel() for node, value in values.items() if ops.is_call(node) for tensor in ops.tensors_of(value)
+    )
+
+
 def retyped(program: Program, sizes: Sizes) -> Program:
     """The same program, its types recorded at other sizes."""
     made = program.copy()

@@ -14,11 +14,10 @@ from typing import Any
 from tsopt.compiler.calls.conditions import ALWAYS
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim
-from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import evaluate, sizes_in, traced_sizes
+from tsopt.compiler.sizes.specialize import sizes_in, traced_sizes, work_at
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import Grows, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
@@ -247,17 +246,6 @@ def _beside(dim: Dim, size: int) -> int:
     return size + dim.step if dim.admits(size + dim.step) else size - dim.step
 
 
-def _work(program: Program, sizes: Mapping[str, int]) -> float:
-    """How many numbers a call computes at these sizes; none where it does not run."""
-    try:
-        values = evaluate(program, sizes)
-    except Exception:  # whatever an op says about sizes that do not fit
-        return 0.0
-    return sum(
-        tensor.numel() for node, value in values.items() if ops.is_call(node) for tensor in ops.tensors_of(value)
-    )
-
-
 def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
     """All at their lowest, all at their highest, and between them in two ways.
 
@@ -310,12 +298,12 @@ class _Search:
 
     def range_of(self, dim: Dim, known: Sequence[int], *, whole: bool) -> Dim:
         """The Dim with ends at which the model runs and the program is right; those of the examples are, as it is."""
-        low = -(-dim.low // dim.step) * dim.step or dim.step
+        low = -(-dim.low // dim.step) * dim.step
         high = max(FURTHER * max(known), LEAST)
         if dim.high is not None:
             high = dim.high if whole else min(dim.high, high)
         high = max(high // dim.step * dim.step, low)
-        if not whole and _work(self.program, {**self.usual, dim.name: high}) > MUCH:
+        if not whole and work_at(self.program, {**self.usual, dim.name: high}) > MUCH:
             high = max(known)
         return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
 
@@ -328,15 +316,24 @@ class _Search:
                 return dim
             return replace(dim, low=min(dim.low, size))
         high = FURTHER * size if limit.high is None else min(FURTHER * size, limit.high)
-        return replace(dim, high=self._highest(limit, high // dim.step * dim.step, size))
+        high = high // dim.step * dim.step
+        if work_at(self.program, {**self.usual, dim.name: high}) > MUCH:
+            high = size
+        return replace(dim, high=self._highest(limit, high, size))
 
     def _lowest(self, dim: Dim, low: int, known: int) -> int:
-        tried = low
+        # Of 0 and 1, each is right or wrong by itself.
+        alone = range(low, min(ALWAYS, known), dim.step)
+        wrong = [(size, why) for size in alone if (why := self.why_not(self._served(dim, size, dim.step)))]
+        if alone and not wrong:
+            return low
+        self.notes += [f"excluded {dim.name} {size}: {why}" for size, why in wrong]
+        tried = low = wrong[-1][0] + dim.step if wrong else low
         while tried < known:
             why = self.why_not(self._served(dim, tried, dim.step))
             if not why:
                 break
-            if tried == low:
+            if tried == low and not wrong:
                 self.notes.append(f"excluded {dim.name} {tried}: {why}")
             tried = min(max(tried + dim.step, 2 * tried), known) if tried > 1 else tried + dim.step
         return tried
@@ -356,12 +353,21 @@ class _Search:
         """Whether the program is wrong at sizes of 0 or 1, which torch.export takes for another program."""
         highest = {dim.name: self.usual[dim.name] if dim.high is None else dim.high for dim in dims}
         pairs = zip(_with_ones(dims, highest), _with_ones(dims, self.usual), strict=True)
-        tried = (next(filter(self._can_be_tried, pair), None) for pair in pairs)
+        tried = (
+            next((sizes for sizes in pair if self._can_be_tried(sizes, but_much=sizes is pair[0])), None)
+            for pair in pairs
+        )
         return any(sizes is not None and bool(self.why_not(sizes)) for sizes in tried)
 
-    def _can_be_tried(self, sizes: Mapping[str, int]) -> bool:
+    def _can_be_tried(self, sizes: Mapping[str, int], *, but_much: bool) -> bool:
+        """Whether the model runs at these sizes.
+
+        Args:
+            but_much: they are more than those of the call: not if MUCH would be computed.
+        """
         signature = self.program.signature
         served = signature.unmet(sizes) is None and not is_too_large(signature, sizes)
+        served = served and not (but_much and work_at(self.program, sizes) > MUCH)
         return served and self.asked.runs_at(self.program, sizes)
 
     def _served(self, dim: Dim, size: int, step: int) -> dict[str, int]:
