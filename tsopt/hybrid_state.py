@@ -165,7 +165,7 @@ class Compiled:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
     ) -> Callable[..., Any] | None:
         """What serves a call, compiled now if need be; None where it is the model itself."""
-        if self._own.were_renumbered():
+        if self._own.were_renumbered(compiled=self.fast is not None):
             with self._turn.taken() as mine:
                 if mine and self.fast is not None:
                     self._drop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 import weakref
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 
 import tsopt
 from tests.background.helpers import QUICK, Net, X, reports
+from tests.forks import FORKS, in_a_fork
 from tsopt.background import in_background, job
 from tsopt.compiler.turns import Turn
 from tsopt.hybrid import compiled_of
@@ -85,21 +85,7 @@ def test_a_buffer_that_the_model_has_lost_meanwhile_is_a_change(answered):
     assert reports(net) == []
 
 
-def in_a_fork(check):
-    """Whether a check passes in a fork of this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of torch, which the child does not need
-        child = os.fork()
-    if not child:
-        code = 1
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+@FORKS
 def test_a_fork_has_no_part_in_what_its_parent_has_begun(answered):
     net, answered.answers = tsopt.hybridize(Net().eval(), **QUICK), False
     net(X)
@@ -125,7 +111,7 @@ def test_a_fork_has_no_part_in_what_its_parent_has_begun(answered):
     assert not tsopt.wait(net, 0)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+@FORKS
 def test_a_process_ends_with_its_caller_although_a_fork_of_that_is_there(monkeypatch):
     until_the_end = [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"]
     monkeypatch.setattr(job, "python", lambda *_: until_the_end)

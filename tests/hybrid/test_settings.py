@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.forks import FORKS, in_a_fork
 from tests.hybrid.models import QUICK, Net, X, close, eager
 from tsopt import hybrid_state
 from tsopt.runtime.calling.audit import difference
@@ -73,6 +74,23 @@ def test_another_number_of_threads_in_another_thread_is_eagers(always_faster, ca
     thread.join()
     close(found[0], wanted)
     assert len(calls) == 1
+
+
+@FORKS
+def test_a_fork_with_one_thread_is_eagers(always_faster, calls, torch_threads):
+    """As the workers of a DataLoader are."""
+    torch_threads(2)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+
+    def served_by_eager():
+        torch.set_num_threads(1)
+        with torch.no_grad(), pytest.warns(UserWarning, match="number of threads has changed"):
+            close(net(X), wanted)
+        return len(calls) == 1 and sum(tsopt.report(net).in_eager.values()) == 1
+
+    assert in_a_fork(served_by_eager)
 
 
 def test_a_given_number_of_threads_stays(always_faster, calls, torch_threads):

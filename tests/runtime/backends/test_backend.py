@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.forks import FORKS, in_a_fork
 from tests.runtime.helpers import Counter
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.table import BACKENDS
@@ -299,6 +300,23 @@ def test_a_backend_that_breaks_the_output_contract_is_named(mlp_program, mlp_inp
 
 
 # ---- manners ------------------------------------------------------------------------------------------------
+
+
+@FORKS
+@pytest.mark.parametrize("name", ["eager", "torchscript"])
+def test_in_a_fork_torch_has_the_threads_that_it_was_given_there(name, torch_threads):
+    """More of them would be waited for that only the parent has."""
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).eval(), torch.randn(256, 256)
+    program = tsopt.capture(model, x)
+    torch_threads(2)
+    found = tsopt.compile(program, name, threads=2)
+    wanted = found(x)
+
+    def answers():
+        torch.set_num_threads(1)
+        return torch.allclose(found(x), wanted, atol=1e-5) and torch.get_num_threads() == 1
+
+    assert in_a_fork(answers)
 
 
 @pytest.mark.parametrize("name", ["eager", "torchscript"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ def by_torch(program: Program) -> Runner:
 def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Runner:
     """Calls flat torch code without gradients, on inputs laid out as captured, with the thread count asked for."""
     strides = [None if item.type.contiguous else item.type.stride for item in signature.inputs]
+    process = os.getpid()
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
@@ -70,7 +72,8 @@ def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Run
 
     def run_with_threads(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         before = torch.get_num_threads()
-        if before == threads or threads is None:
+        # NOTE: in a fork, torch would wait for threads of the parent's, unless whoever has forked it limits it to one.
+        if before == threads or threads is None or os.getpid() != process:
             return run(inputs)
         torch.set_num_threads(threads)
         try:

@@ -48,9 +48,13 @@ class EagerCalls:
         self._searched = None
         self._settings.ask(names)
 
-    def were_renumbered(self) -> bool:
-        """Whether the thread that compiled the model has changed torch's number of threads since."""
-        return self._settings.was_renumbered()
+    def were_renumbered(self, *, compiled: bool) -> bool:
+        """Whether the thread that compiled the model has changed torch's number of threads since.
+
+        Args:
+            compiled: see `Settings.was_renumbered`.
+        """
+        return self._settings.was_renumbered(compiled=compiled)
 
     def reason(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None) -> str:
         """Why eager serves this call; empty if what is compiled may.

@@ -14,6 +14,8 @@ from tsopt.compiler.calls.signature import Dim, Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, SignatureError
+from tsopt.runtime import forks
+from tsopt.runtime.backends.table import BACKENDS
 from tsopt.runtime.calling.ambient import objection, untraced
 from tsopt.runtime.calling.result_code import Unbind, unbind_of
 from tsopt.runtime.calling.signature_guard import Leaves, leaves_of, other_mode, quick_call
@@ -103,6 +105,7 @@ class Executable:
         self._placed: dict[tuple[Any, ...], list[tuple[int, View]]] = {}  # the views, by the sizes of a call
         self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
         self._runs(run)
+        forks.tell(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.quick is not None and len(args) == 1 and not kwargs:
@@ -151,6 +154,24 @@ class Executable:
 
         made._runs(bare if check is None else run)
         return made
+
+    def forked(self) -> None:
+        """Its engine has no threads here. Most compute without, in the thread of the call; none may be freed."""
+        info = BACKENDS.get(self.backend)
+        if info is None or info.through_onnx:
+            forks.never_free(self._run, self._bare)
+        if info is not None and info.through_onnx:
+            forks.end_at_once()
+        if self.options.get("parallel"):
+            self._bare = self._threadless
+            self._runs(self._bare)
+
+    def _threadless(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        raise BackendError(
+            f"{self.backend} cannot run this call",
+            why="the option parallel=True needs threads, which are those of the process that has forked this one",
+            fix="compile or load the model in the process that calls it, or leave out parallel=True",
+        )
 
     def _runs(self, run: Runner) -> None:
         self._run = run

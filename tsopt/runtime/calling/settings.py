@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Container
 
@@ -21,22 +22,27 @@ class Settings:
         follows_threads: whether engines were compiled for torch's number of threads.
     """
 
-    __slots__ = ("_asked", "_device", "_dtype", "_inference", "_thread", "_threads")
+    __slots__ = ("_asked", "_device", "_dtype", "_inference", "_process", "_thread", "_threads")
 
     def __init__(self, *, follows_threads: bool) -> None:
         self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
         self._device = _default_device()
         self._threads, self._thread = torch.get_num_threads() if follows_threads else None, threading.get_ident()
-        self._asked = False
+        self._process, self._asked = os.getpid(), False
 
     def ask(self, names: Container[str]) -> None:
         """Takes the names that a model reads: most models query no modes and behave the same in each."""
         self._asked = any(name in names for name in MODES)
 
-    def was_renumbered(self) -> bool:
-        """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each."""
-        here = self._threads is not None and threading.get_ident() == self._thread
-        return here and _number_of_threads() != self._threads
+    def was_renumbered(self, *, compiled: bool) -> bool:
+        """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each.
+
+        Args:
+            compiled: there is something that was compiled for it. The workers of a DataLoader, forks with one thread
+                each, live too short to do so again.
+        """
+        here = threading.get_ident() == self._thread and (not compiled or os.getpid() == self._process)
+        return self._threads is not None and here and _number_of_threads() != self._threads
 
     def differs(self) -> str:
         """Why this call is served by eager, if a process-wide setting has changed."""

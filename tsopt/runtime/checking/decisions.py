@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.analysis.jumps import COMPARISONS, is_decision, jump
+from tsopt.compiler.analysis.jumps import CASTS, COMPARISONS, is_decision, jump
 from tsopt.compiler.analysis.non_finite import PASSING
 from tsopt.compiler.analysis.range_rules import PLACES
 from tsopt.compiler.analysis.ranged_call import base_name
@@ -137,7 +137,7 @@ def _is_boolean(node: fx.Node) -> bool:
 def _origin(node: fx.Node) -> list[fx.Node]:
     """The number by whose size a call with a jump decides, before what keeps the order of sizes; empty for others."""
     value = node.meta.get("val")
-    if _jump(node) is None or not isinstance(value, torch.Tensor) or _is_float(value):
+    if jump(node) is None or not isinstance(value, torch.Tensor) or _is_float(value):
         return []
     return _steps(node)[-1:]
 
@@ -166,7 +166,7 @@ def _ends(origin: fx.Node, wide: Known, own: Known) -> tuple[torch.Tensor, torch
     """The least and the largest that rounding may make of a number."""
     value, mine = wide[origin], own[origin]
     reach = _between([(origin, value, mine)], value, value, mine, mine).reach
-    decisions = (item for item in _upstream(origin) if _is_decision(item) or breaks_ties(item))
+    decisions = (item for item in _upstream(origin) if is_decision(item) or breaks_ties(item))
     if any(_roundings(sources_of(item)) for item in decisions):
         reach = reach.clamp(min=1.0)  # rounding may have made another decision before: off by one step
     return value - reach, value + reach
