@@ -27,7 +27,7 @@ class Turn:
             at_once: it does not wait.
         """
         lock = self._lock
-        if waits or not (at_once or getattr(_here, "held", 0)):
+        if waits or not (at_once or bool(getattr(_here, "held", 0))):
             with lock, _counted():
                 yield True
         elif lock.acquire(blocking=False):
