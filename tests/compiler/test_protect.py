@@ -7,7 +7,6 @@ import random
 import tempfile
 import threading
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tests.compiler.helpers import Net
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.other_threads import THREADS
-from tsopt.compiler.protect import is_untouched, kept, protected, training_flags
+from tsopt.compiler.protect import is_untouched, protected, training_flags
 from tsopt.errors import CaptureError
 
 X = torch.randn(2, 3)
@@ -382,25 +381,3 @@ def test_among_threads_what_they_load_stays_and_all_else_goes_back():
     assert model.running_var is variance
     assert not hasattr(model, "calls")
     assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.usefixtures("another_thread")
-@pytest.mark.parametrize("keeping", [partial(protected, None), partial(kept, (), ())])
-def test_what_another_thread_draws_is_not_drawn_again_where_the_block_draws_nothing(keeping, in_a_thread):
-    drawn = []
-
-    def draw():
-        drawn.append((torch.rand(1).item(), random.random(), np.random.rand()))
-
-    with keeping(draws=False):
-        in_a_thread(draw)
-    draw()
-    assert not set(drawn[0]) & set(drawn[1])
-
-
-@pytest.mark.usefixtures("single_threaded")
-@pytest.mark.parametrize("keeping", [partial(protected, None), partial(kept, (), ())])
-def test_alone_what_is_drawn_after_all_is_put_back(keeping):
-    with keeping(draws=False):
-        first = torch.rand(1), random.random(), np.random.rand()
-    assert (torch.rand(1), random.random(), np.random.rand()) == first

@@ -10,7 +10,7 @@ import torch
 from tests.passes.examples import FLOATS, INTS, N
 from tests.passes.helpers import aten, check, check_declines, check_fires, specials
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE, RulePass
-from tsopt.passes import CommonSubexpressions, algebra
+from tsopt.passes import CommonSubexpressions, DeadCode, algebra
 
 
 @pytest.mark.parametrize("x", [specials(N), INTS], ids=["float", "int"])
@@ -81,6 +81,20 @@ def test_signs_cancel_in_any_shape(form, shape):
 def test_signs_cancel_under_a_promotion_of_floats():
     x = specials(N)
     check_fires(algebra.add_neg, lambda x, y: x + -y, (x, other(x).half()), ops=["sub.Tensor"], exact=True)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.1), torch.tensor(-0.0), torch.tensor(3)], ids=str)
+@pytest.mark.parametrize(
+    ("item", "model", "op"),
+    [
+        (algebra.add_neg, lambda x, n: -x + n.item(), "rsub.Scalar"),
+        (algebra.sub_neg, lambda x, n: n.item() - -x, "add.Tensor"),
+    ],
+)
+def test_signs_cancel_beside_a_number_that_the_model_computes(item, model, op, number):
+    found = check((DeadCode(), RulePass(item.name, (item,))), model, (specials(N), number), exact=True)
+    assert item.name in found.done
+    assert found.ops == ["item", op]
 
 
 @pytest.mark.parametrize(

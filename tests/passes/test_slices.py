@@ -120,6 +120,7 @@ def test_parts_of_a_value_used_elsewhere_are_taken_all_the_same():
         lambda x, y: torch.cat([x, y.double()])[:2],
         lambda x, y: torch.cat([torch.zeros(0), x, y])[:2],
         lambda x, y: torch.stack([x, y])[:1],
+        lambda x, y: torch.stack([x, y])[2:],
         lambda x, y: torch.stack([x, y], 1)[0],
         lambda x, y: torch.stack([x, y.double()])[0],
         lambda x, y: torch.stack([x, y]).flatten()[:2],

@@ -174,15 +174,37 @@ def test_every_rule_has_a_test():
             assert f"{home}.{item.name}" in tests or (name == "fuse" and item.name in tests), item.name
 
 
-@pytest.mark.parametrize(
-    "model",
-    {
-        "shift": lambda x, n: x.relu() + n.item(),
-        "mask": lambda x, n: (x @ x.mT / 2 + n.item()).softmax(-1) @ x,
-        "bound": lambda x, n: x.clamp(0.1, 2.0).clamp(max=n.item()),
-        "eps": lambda x, n: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + n.item()),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_a_number_that_a_call_computes_is_an_operand_as_any_other(model):
-    check(STANDARD, model[1], (torch.randn(2, 4, 4), torch.tensor(0.5)))
+WEIGHT, ROW = torch.randn(4, 4), torch.randn(4)
+NUMBERS = {
+    "shift": lambda x, n: x.relu() + n.item(),
+    "mask": lambda x, n: (x @ x.mT / 2 + n.item()).softmax(-1) @ x,
+    "mask, scaled": lambda x, n: (x @ x.mT + (1 - (ROW > 0).to(x.dtype)) * n.item()).softmax(-1) @ x,
+    "mask, computed": lambda x, n: (x @ x.mT + (x > 0).to(x.dtype) * n.item()).softmax(-1) @ x,
+    "mask, filled": lambda x, n: (x @ x.mT + x.new_zeros(4, 4).masked_fill(x > 0, n.item())).softmax(-1) @ x,
+    "mask, chosen": lambda x, n: (x @ x.mT + torch.where(x > 0, 0.0, n.item()).to(x.dtype)).softmax(-1) @ x,
+    "scores, chosen": lambda x, n: torch.where(x > 0, n.item(), x @ x.mT).softmax(-1) @ x,
+    "scores, scaled": lambda x, n: ((x * n.item()) @ (x / n.item()).mT).softmax(-1) @ x,
+    "bound": lambda x, n: x.clamp(0.1, 2.0).clamp(max=n.item()),
+    "eps": lambda x, n: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + n.item()),
+    "norm, scaled": lambda x, n: F.layer_norm(x, (4,)) * n.item() + n.item(),
+    "layer": lambda x, n: F.linear(x * n.item(), WEIGHT.to(x.dtype)) * n.item() + n.item(),
+    "layer, turned": lambda x, n: F.linear(x, WEIGHT.to(x.dtype)).mT * n.item(),
+    "constant": lambda x, n: x + WEIGHT.to(x.dtype) * n.item(),
+    "constant, added to": lambda x, n: x + (ROW.to(x.dtype) + n.item()),
+    "constant of one number": lambda x, n: x * (torch.tensor(2.0) * n.item()),
+    "sign": lambda x, n: -x + n.item(),
+    "sign, other side": lambda x, n: n.item() - -x,
+    "sign of a product": lambda x, n: -(x * n.item()),
+    "product of numbers": lambda x, n: x * 2 * n.item() * 3 / n.item(),
+    "sum of numbers": lambda x, n: x + 2 + n.item() + 3 - n.item(),
+    "row": lambda x, n: x[:, :1].expand(2, 4, 4) * n.item(),
+    "gate": lambda x, n: x * torch.sigmoid(x * n.item()),
+    "power": lambda x, n: x.abs() ** n.item(),
+    "branches": lambda x, n: torch.stack([F.linear(x, WEIGHT.to(x.dtype) + i) * n.item() for i in range(8)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_a_call_computes_is_an_operand_as_any_other(name, dtype):
+    check(STANDARD, NUMBERS[name], (torch.randn(2, 4, 4).to(dtype), torch.tensor(0.5)))

@@ -111,9 +111,10 @@ def add_neg(at, x, y):
     """x + -y -> x - y, -y + 2 -> rsub(y, 2)"""
     if not _negates_exactly(at, y):
         return at.skip(PROMOTES_SIGN)
-    if isinstance(x, bool) or (isinstance(x, fx.Node) and x.meta["val"].dtype == torch.bool):
+    is_tensor = at.is_tensor(x)
+    if isinstance(x, bool) or (is_tensor and at.type(x).dtype == "bool"):
         return at.skip(FROM_BOOL)
-    return at.call(aten.sub.Tensor, x, y) if isinstance(x, fx.Node) else at.call(aten.rsub.Scalar, y, x)
+    return at.call(aten.sub.Tensor, x, y) if is_tensor else at.call(aten.rsub.Scalar, y, x)
 
 
 @rule(
@@ -124,7 +125,7 @@ def sub_neg(at, x, y):
     """x - -y -> x + y, 2 - -y -> y + 2"""
     if not _negates_exactly(at, y):
         return at.skip(PROMOTES_SIGN)
-    return at.call(aten.add.Tensor, x, y) if isinstance(x, fx.Node) else at.call(aten.add.Tensor, y, x)
+    return at.call(aten.add.Tensor, x, y) if at.is_tensor(x) else at.call(aten.add.Tensor, y, x)
 
 
 @rule(
@@ -270,7 +271,7 @@ def holds(wide: torch.dtype, narrow: str) -> bool:
 @rule(lambda x, c: aten.div.Tensor(x, c))
 def div_power_of_two(at, x, c):
     """x / 2**k -> x * 2**-k"""
-    if not isinstance(x, fx.Node) or not isinstance(c, (int, float)) or isinstance(c, bool):
+    if not at.is_tensor(x) or not isinstance(c, (int, float)) or isinstance(c, bool):
         return None
     if not getattr(torch, at.type(x).dtype).is_floating_point:
         return at.skip(KEEPS_FLOAT)

@@ -47,7 +47,7 @@ def literal_of(at: Site, x: object, constant: object) -> int | float | None:
     constant promotes no more than a literal does.
     """
     value = at.value(constant)
-    if value is None or not isinstance(x, fx.Node) or at.type(x).shape != at.type(at.root).shape:
+    if value is None or not at.is_tensor(x) or at.type(x).shape != at.type(at.root).shape:
         return None
     # NOTE: on other devices the kernels differ: CUDA divides by a tensor, but multiplies by the inverse of a literal.
     own, number = x.meta["val"], number_in(value) if value.device.type == "cpu" else None
@@ -126,7 +126,7 @@ def literal_fill(at, x, mask, constant):
 @rule(lambda constant, x: aten.add.Tensor(constant, x), lambda constant, x: aten.mul.Tensor(constant, x))
 def constant_right(at, constant, x):
     """w + x -> x + w, w * x -> x * w, w a constant"""
-    if at.value(constant) is None or not isinstance(x, fx.Node) or at.value(x) is not None:
+    if at.value(constant) is None or not at.is_tensor(x) or at.value(x) is not None:
         return None
     if rounds_by_place(at, constant) or rounds_by_place(at, x):
         return at.skip(SIDES)

@@ -119,7 +119,7 @@ def expand_dropped(at, *operands):
         if not isinstance(value, fx.Node) or value.target is not aten.expand.default:
             continue
         inner: Any = value.args[0]
-        others = [at.type(o) for i, o in enumerate(operands) if i != position and isinstance(o, fx.Node)]
+        others = [at.type(o) for i, o in enumerate(operands) if i != position and at.is_tensor(o)]
         # NOTE: a 0-d value promotes less than its expansion does.
         promotes_less = not at.type(inner).shape and any(o.dtype != at.type(inner).dtype for o in others)
         shape = torch.broadcast_shapes(at.type(inner).shape, *(o.shape for o in others))

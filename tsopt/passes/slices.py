@@ -111,8 +111,10 @@ def part_of_joined(at, *_):
     if joined["dim"] % len(whole.shape) != part.axis:
         return None
     if part.source.target is aten.stack.default:
+        if not part.is_index:  # a slice keeps the axis, and may be empty
+            return None
         chosen = joined["tensors"][part.start]
-        return chosen if at.same_type(chosen) else None  # not promoted, nor a slice, which keeps the axis
+        return chosen if at.same_type(chosen) else None  # not promoted
     begin = 0
     for x in joined["tensors"]:
         piece = at.type(x)

@@ -40,9 +40,18 @@ def test_a_pass_that_raises_leaves_the_program():
         drop_a_node(p)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(PassError, match=r"(?s)the pass faulty raises ZeroDivisionError.*--without faulty") as caught:
         run(program, (Edit(edit),))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert program.text == text
+
+
+def test_an_error_of_tsopt_that_a_pass_raises_is_passed_on():
+    def edit(p):
+        raise UsageError("no")
+
+    with pytest.raises(UsageError, match="no"):
+        run(tiny(), (Edit(edit),))
 
 
 def test_numerics_are_the_weakest_applied_and_never_become_stronger():
@@ -284,7 +293,7 @@ def _breaks(program):
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (Edit(_raises, "faulty"), "KeyError: 'oops'"),
+        (Edit(_raises, "faulty"), "the pass faulty raises KeyError; 'oops'"),
         (Edit(_breaks, "faulty"), "the pass faulty broke the program; invariant"),
         (Edit(lambda p: None, "faulty"), "reported a change but made none"),
         (RulePass("faulty", (sin_to_cos, cos_to_sin)), "the pass faulty does not terminate"),

@@ -129,3 +129,22 @@ def test_a_norm_that_branches_share_keeps_its_weights():
     model = Ensemble(lambda i: nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU()))
     found = merged(model, X, ["expand", "baddbmm", "layer_norm", "relu"])
     assert sum(1 for name in found.after.weights if name.endswith("stacked")) == 2
+
+
+def test_a_number_that_the_model_computes_is_shared_by_the_branches():
+    weights = [torch.randn(WIDTH, WIDTH) for _ in range(COUNT)]
+
+    def model(x, number):
+        return torch.stack([F.linear(x, weight).relu() * number.item() for weight in weights])
+
+    clean = Repeat((DeadCode(), CommonSubexpressions(), MERGE))
+    found = merged(model, (X, torch.tensor(0.25)), what=clean)
+    assert sorted(found.ops) == ["expand", "item", "matmul", "mul.Tensor", "relu"]
+
+
+def test_numbers_that_branches_compute_for_themselves_are_not_stacked():
+    """The layers before them are one all the same."""
+    model = Ensemble(lambda i: Body(lambda h, p, q: h.relu().tanh().exp() * q.sum().item()))
+    found = merged(model, X)
+    assert found.ops.count("baddbmm") == 1
+    assert found.ops.count("mul.Tensor") == COUNT

@@ -210,6 +210,16 @@ def test_a_scale_for_each_head_is_taken_by_the_query():
     op_of(check(STANDARD, model, (Q, KEY, V)))
 
 
+def test_several_scales_for_each_head_are_all_taken_by_the_query():
+    scale, gate = values(H, 1, 1).exp(), values(B, H, 1, 1, seed=1)
+
+    def model(q, k, v):
+        return ((q @ k.mT) * scale * 0.5 * gate).softmax(-1) @ v
+
+    op_of(check(ATTENTION, model, (Q, KEY, V)))
+    op_of(check(STANDARD, model, (Q, KEY, V)))
+
+
 def test_a_scale_for_each_column_stays():
     """Also where there are as many columns as a query is wide."""
     inputs = tuple(values(B, H, D, D, seed=seed) for seed in range(3))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from tests.passes.helpers import RulePass, aten, check, check_declines, check_fires, find
-from tests.passes.recompose.norm_forms import ARGS, LAYER, RMS, VECTOR, Affine, N, X, rule_of, values
+from tests.passes.recompose.norm_forms import ARGS, LAYER, RMS, VECTOR, Affine, N, X, mean, rule_of, values
 from tsopt.compiler.graph.program import Numerics
 from tsopt.passes import STANDARD
 from tsopt.passes.cse import CommonSubexpressions
@@ -48,6 +50,28 @@ def test_the_unbiased_variance_becomes_a_scale():
     assert len(found.after.used_weights()) == 2
 
 
+@pytest.mark.parametrize("correction", [0, 1, 2, 3.5, -1, None], ids=str)
+def test_any_correction_of_the_variance_becomes_a_scale(correction):
+    def model(x):
+        return (x - mean(x)) / torch.sqrt(aten.var.correction(x, [-1], correction=correction, keepdim=True) + 0.1)
+
+    check_fires(norms.layer_norm_formula, model, X)
+
+
+@pytest.mark.parametrize("form", [LAYER["var"], RMS["power"]], ids=["layer", "rms"])
+def test_a_norm_times_its_own_value_is_multiplied_by_it(form):
+    """The value is a factor twice, and the norm takes one of them."""
+
+    def model(x):
+        y = x - mean(x) if form is LAYER["var"] else x
+        below = x.var(-1, unbiased=False, keepdim=True) if form is LAYER["var"] else x.pow(2).mean(**ARGS)
+        return y * y * torch.rsqrt(below + 1e-5)
+
+    found = check((CommonSubexpressions(), *NORMS), model, X)
+    assert found.ops[-1] == "mul.Tensor"
+    assert rule_of(form).name in found.done
+
+
 def test_a_scale_is_the_parameter_of_the_rms_norm():
     check(STANDARD, Affine(RMS["power"], "scale"), X, ["rms_norm"])
 
@@ -56,8 +80,12 @@ def test_a_shift_is_no_parameter_of_the_rms_norm():
     check(STANDARD, Affine(RMS["power"], "shift last"), X, ["rms_norm", "add.Tensor"])
 
 
-@pytest.mark.parametrize("name", ["layer", "rms"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*itertools.product(["layer", "rms"], DTYPES), ("layer", torch.float16)], ids=str
+)
 def test_as_captured_in_every_dtype(name, dtype):
     """NaN and inf spread over their row in both, where the first formula says so."""
     form = LAYER["var"] if name == "layer" else RMS["power"]

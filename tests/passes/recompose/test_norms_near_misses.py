@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.passes.helpers import RulePass, aten, call, check, check_declines, check_fires
+from tests.passes.helpers import RulePass, aten, check, check_declines, check_fires
 from tests.passes.recompose.norm_forms import ARGS, LAYER, RMS, VECTOR, Affine, N, X, mean, rule_of, values
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import RECOMPOSE, STANDARD
@@ -36,6 +36,9 @@ NEAR = {
     "negative eps": lambda x: (x - mean(x)) / torch.sqrt(x.var(**ARGS) - 1e-5),
     "variance over other axes": lambda x: (x - mean(x)) / torch.sqrt(x.var(1, unbiased=False, keepdim=True) + 1e-5),
     "squares over other axes": lambda x: (x - mean(x)) / torch.sqrt((x - mean(x)).pow(2).mean(1, keepdim=True) + 1e-5),
+    "centred on another axis": lambda x: (
+        (x - x.mean(1, keepdim=True)) / torch.sqrt((x - x.mean(1, keepdim=True)).var(-1, False, True) + 1e-5)
+    ),
     "variance of another value": lambda x: (x - mean(x)) / torch.sqrt((x - 1).abs().var(-1, False, True) + 1e-5),
     "scaled variance": lambda x: (x - mean(x)) / torch.sqrt(2 * x.var(-1, False, True) + 1e-5),
     "no root": lambda x: (x - mean(x)) / (x.var(-1, False, True) + 1e-5),
@@ -78,6 +81,13 @@ NEAR = {
 def test_near_misses_stay(name):
     found = check((CommonSubexpressions(), *NORMS), NEAR[name], X)
     assert not found.done & {rule.name for rule in norms.RULES}
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("correction", [N, N + 1])
+def test_a_variance_that_divides_by_no_value_is_none(correction):
+    model = lambda x: (x - mean(x)) / (x.var(-1, correction=correction, keepdim=True) + 1e-5).sqrt()  # noqa: E731
+    check_declines(norms.layer_norm_formula, model, X)
 
 
 def test_a_sum_over_nearly_its_count_is_not_a_mean():
@@ -261,7 +271,21 @@ def test_the_mean_of_squares_of_a_centred_value_is_no_rms_norm():
     assert found.ops[-1] == "layer_norm"
 
 
-def test_an_rms_norm_of_a_value_that_is_near_the_limit_of_float16():
-    """The formula overflows and answers 0; the op, which computes in float32, does not."""
-    program = check(STANDARD, RMS["power"], X.half(), ["rms_norm"]).after
-    assert torch.allclose(call(program, torch.full((2, 3, N), 1000.0).half()), torch.ones(1).half())
+@pytest.mark.parametrize(
+    "form", [RMS["power"], RMS["quotient"], LAYER["power"], LAYER["mean of squares"]], ids=["rms", "/", "layer", "-"]
+)
+def test_squares_in_float16_stay(form):
+    """From 256 on they are inf, and the formula answers 0; the op, which computes in float32, does not."""
+    large = 300 * X.half().sign()
+    found = check((CommonSubexpressions(), *NORMS), form, X.half(), also=[large])
+    assert not found.done & {rule.name for rule in norms.RULES}
+    assert (rule_of(form).name, norms.HALF_SQUARES) in found.declined
+
+
+def test_squares_in_float32_of_a_value_in_float16_are_those_of_the_op():
+    def model(x):
+        h = x.float()
+        return (h * torch.rsqrt(h.pow(2).mean(**ARGS) + 1e-6)).to(x.dtype)
+
+    large = 300 * X.half().sign()
+    check(STANDARD, model, X.half(), ["rms_norm"], also=[large])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.calling.helpers import Signs
 from tsopt.runtime.calling import graph_parts, partitioned
 from tsopt.runtime.calling.partitioned import PARTS, Partitioned
 from tsopt.runtime.racing import race
@@ -36,14 +37,6 @@ def made(monkeypatch):
     monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(graph_parts, "COVERED", 2.0)
     return graphs
-
-
-@pytest.fixture
-def parts_win(monkeypatch):
-    def measure(calls, inputs, **_):
-        return {name: Timing((1.0, 1.01) * 4 if name == PARTS else (9.0, 9.01) * 4, 5) for name in calls}
-
-    monkeypatch.setattr(partitioned, "measure", measure)
 
 
 class Branches(nn.Module):
@@ -340,18 +333,6 @@ def test_what_another_thread_counts_during_an_audit_stays(in_a_thread):
     fast(X)
     assert fast._audits.count == 1
     assert model.count == count + 2
-
-
-class Signs(nn.Module):
-    """Decides by its values, and writes nothing in eval mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        hidden = self.norm(self.first(x))
-        return {"y": hidden if hidden.sum() > 1e6 else -hidden}
 
 
 @pytest.mark.usefixtures("parts_win", "another_thread")

@@ -65,3 +65,34 @@ def test_infinities_and_nan_are_divided_as_well():
     found, wanted = compiled(lambda x: ((x / 7).ceil(), x / 7), x)(x), ((x / 7).ceil(), x / 7)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_a_divisor_may_differ_from_call_to_call():
+    run = compiled(lambda x, y: (x / y).ceil(), torch.randn(201, 4), torch.rand(4) + 1)
+    assert torch.equal(run(MULTIPLES, DIVISORS), (MULTIPLES / DIVISORS).ceil())
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "torchscript", "eager"])
+def test_other_engines_divide(engine):
+    program = tsopt.transform(tsopt.capture(Weeks(), MULTIPLES))
+    assert torch.equal(tsopt.compile(program, engine)(MULTIPLES), Weeks()(MULTIPLES))
+
+
+@pytest.mark.parametrize(("then", "kept"), [("ceil", True), ("softmax", False), ("relu", False), ("less", True)])
+def test_only_quotients_that_are_rounded_or_compared_cost_a_division(then, kept):
+    import numpy as np
+    from openvino import Model, opset13
+
+    from tsopt.runtime.onnx.openvino_quotients import KEPT, keep_divisions
+
+    x, y = (opset13.parameter([4], np.float32, name=name) for name in "xy")
+    quotient = opset13.divide(x, y)
+    moved = opset13.reshape(opset13.add(quotient, y), [2, 2], special_zero=False)
+    ends = {
+        "ceil": lambda: opset13.ceiling(moved),
+        "softmax": lambda: opset13.ceiling(opset13.softmax(moved, 1)),
+        "relu": lambda: opset13.relu(moved),
+        "less": lambda: opset13.less(moved, opset13.reshape(x, [2, 2], special_zero=False)),
+    }
+    keep_divisions(Model([ends[then]()], [x, y], "model"))
+    assert (KEPT in quotient.get_rt_info()) == kept

@@ -75,17 +75,14 @@ class PassRecord:
 class _Failed(Exception):
     """A pass has failed, or a rule of it. Never leaves this file."""
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, error: TsoptError) -> None:
         super().__init__(name)
         self.name, self.error = name, error
         self.rule = error.rule if isinstance(error, RuleError) else ""
 
     @property
     def reason(self) -> str:
-        error = self.error
-        if not isinstance(error, TsoptError):
-            return f"{type(error).__name__}: {error}"
-        return "; ".join(filter(None, (error.what, error.where, error.why)))
+        return "; ".join(filter(None, (self.error.what, self.error.where, self.error.why)))
 
 
 def run(
@@ -105,8 +102,8 @@ def run(
         keep_going: a pass that fails, or a rule that raises, is left out, and all others run; a record says why.
 
     Raises:
-        PassError: a pass broke an invariant or misreported a change, or a Repeat did not converge.
-        Exception: whatever a pass raises.
+        PassError: a pass raised an error, broke an invariant or misreported a change, or a Repeat did not converge.
+        TsoptError: whatever else of ours a pass raises; RuleError where a rule of it failed.
     """
     verify_program(program, touched=())  # the types are the capture's; all are re-derived at the end
     limits, passes, failed = limits or Limits(), tuple(passes), dict[str, PassRecord]()
@@ -271,8 +268,16 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
 def _changes(item: Pass, program: Program, limits: Limits) -> Changes:
     try:
         return item.run(program, limits)
-    except Exception as error:  # a mistake in the pass, or in a rule of it
+    except TsoptError as error:
         raise _Failed(item.name, error) from error
+    except Exception as error:  # a mistake in the pass: which one is what helps
+        failure = PassError(
+            f"the pass {item.name} raises {type(error).__name__}",
+            why=str(error) or None,
+            fix=f"correct the pass, or leave it out: --without {item.name}",
+        )
+        failure.__cause__ = error
+        raise _Failed(item.name, failure) from error
 
 
 def _check(edited: Program, item: Pass, touched: Iterable[fx.Node], aliases: AliasGroups) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -123,7 +123,7 @@ class Site:
     def type(self, node: fx.Node) -> TensorType:
         return tensor_type(node)
 
-    def is_tensor(self, node: object) -> bool:
+    def is_tensor(self, node: object) -> TypeGuard[fx.Node]:
         """Whether it is one: operands may be numbers that the program computes."""
         return isinstance(node, fx.Node) and isinstance(type_of(node), TensorType)
 
@@ -135,7 +135,7 @@ class Site:
 
     def same_type(self, node: object) -> bool:
         """Whether a value has the dtype, shape and device of the root."""
-        if not isinstance(node, fx.Node) or not self.is_tensor(node):
+        if not self.is_tensor(node):
             return False
         a, b = tensor_type(node), tensor_type(self.root)
         return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)

@@ -119,6 +119,9 @@ def is_known(target: Any) -> bool:
 def fits(group: Group) -> bool:
     """Whether the calls of a group can be made once on stacks."""
     target = group[0].target
+    numbers = [column for column in columns(group) if type_of(column[0]) is None]  # that the program computes
+    if numbers and not (is_pointwise(target) and all(map(is_shared, numbers))):
+        return False
     if target in CONDITIONS:
         return CONDITIONS[target](group)
     if target in AXES:
@@ -132,7 +135,7 @@ def _rank(node: fx.Node) -> int:
 
 def _pointwise_fits(group: Group) -> bool:
     # NOTE: a stack of 0-d values is no longer 0-d, and promotes dtypes as 0-d values do not.
-    read = columns(group)
+    read = [column for column in columns(group) if type_of(column[0]) is not None]
     one_dtype = len({tensor_type(column[0]).dtype for column in read}) == 1
     return one_dtype or not any(_rank(column[0]) == 0 and not is_shared(column) for column in read)
 

@@ -79,8 +79,8 @@ def attend(at: Site, p: fx.Node, v: fx.Node, inside: Sequence[fx.Node] = ()) -> 
         return at.skip(MORE_VALUES)
     scores = found.scores
     query, key = _value(at, scores.query, dtype), _value(at, scores.key, dtype)
-    if scores.by_head is not None:
-        query = at.call(aten.mul.Tensor, query, scores.by_head)
+    for factor in scores.by_head:
+        query = at.call(aten.mul.Tensor, query, factor)
     inner, width = at.type(scores.product).shape, at.type(query).shape[-1]
     if not 0 < scores.scale < math.inf or 0 in (*inner, width):
         return None

@@ -41,7 +41,7 @@ def _bounds(at: Site, node: Any, read: Callable[[Any], Bounds | None]) -> Bounds
     number = literal(at, node)
     if number is not None:
         return (number, number)
-    if not isinstance(node, fx.Node):
+    if not at.is_tensor(node):
         return None
     constant = at.value(node)
     if constant is not None:

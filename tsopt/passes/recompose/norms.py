@@ -32,7 +32,9 @@ from tsopt.passes.recompose.formulas import (
 from tsopt.passes.recompose.layouts import in_layout_of_root, parameter, permuted, rearranged, uncast
 
 EPS_OUTSIDE = "eps is added to the standard deviation, not to the variance"
+HALF_SQUARES = "squares are inf in float16 from 256 on, but the op computes them in float32"
 
+VARIANCES = (aten.var.dim, aten.var.correction, aten.var_mean.correction)
 Reduced = tuple[fx.Node, tuple[int, ...]]
 
 
@@ -45,9 +47,9 @@ def _centred(at: Site, node: Any) -> Reduced | None:
     return found if found is not None and found[0] is x else None
 
 
-def _variance(at: Site, node: Any) -> tuple[Reduced, bool] | None:
-    """((x, axes), biased) of a variance of x."""
-    for target in (aten.var.dim, aten.var.correction, aten.var_mean.correction):
+def _variance(at: Site, node: Any) -> tuple[Reduced, float] | None:
+    """((x, axes), correction) of a variance of x, which takes it from the number of values that it divides by."""
+    for target in VARIANCES:
         found = reduced(at, node, target)
         if found is None:
             continue
@@ -55,23 +57,30 @@ def _variance(at: Site, node: Any) -> tuple[Reduced, bool] | None:
         while call.target is not target:
             call = call.args[0]
         arguments = bind(call)
-        biased = not arguments["unbiased"] if target is aten.var.dim else arguments["correction"] == 0
-        return _centred(at, found[0]) or found, biased
+        given = arguments["unbiased" if target is aten.var.dim else "correction"]
+        correction = 1.0 if given is None else float(given) if isinstance(given, (bool, int, float)) else math.nan
+        centre = _centred(at, found[0])
+        return centre if centre is not None and centre[1] == found[1] else found, correction
     if is_of(node, aten.sub.Tensor) and not node.kwargs:
         return _difference_of_means(at, node)
     found = averaged(at, node)
     if found is None:
         return None
     centre = _centred(at, squared(found[0]))
-    return (centre, True) if centre is not None and centre[1] == found[1] else None
+    return (centre, 0.0) if centre is not None and centre[1] == found[1] else None
 
 
-def _difference_of_means(at: Site, node: Any) -> tuple[Reduced, bool] | None:
+def _difference_of_means(at: Site, node: Any) -> tuple[Reduced, float] | None:
     """mean(x ** 2) - mean(x) ** 2."""
     left, right = averaged(at, node.args[0]), averaged(at, squared(node.args[1]))
     if left is None or right is None or left[1] != right[1] or squared(left[0]) is not right[0]:
         return None
-    return right, True
+    return right, 0.0
+
+
+def _squares_in_half(at: Site, spread: fx.Node) -> bool:
+    """Whether a mean is one of squares in float16; ops for the variance compute them in float32."""
+    return at.type(spread).dtype == "float16" and reduced(at, spread, *VARIANCES) is None
 
 
 def _over_root(at: Site) -> tuple[float, object, list[fx.Node]] | None:
@@ -112,21 +121,23 @@ def layer_norm_formula(at, *_):
     if found is None:
         return None
     number, y, factors = found
-    top = next((node for node in factors if _centred(at, node)), None)
-    if top is None:
+    centred = next(((i, centre) for i, node in enumerate(factors) if (centre := _centred(at, node))), None)
+    if centred is None:
         return None
     if _is_deviation(at, y):
         return at.skip(EPS_OUTSIDE)
-    x, axes = _centred(at, top) or (top, ())
-    others = [node for node in factors if node is not top]
+    place, (x, axes) = centred
+    others = factors[:place] + factors[place + 1 :]
     for variance, a, eps in affine(at, y):
         spread = _variance(at, variance)
         if a != 1 or spread is None or spread[0] != (x, axes):
             continue
         count = math.prod(at.type(x).shape[axis] for axis in axes)
-        if count < 2:
+        if count < 2 or not count > spread[1]:
             return None
-        share = 1.0 if spread[1] else (count - 1) / count  # of the unbiased variance that the biased one is
+        if _squares_in_half(at, variance):
+            return at.skip(HALF_SQUARES)
+        share = (count - spread[1]) / count  # of the variance that the biased one is
         return _norm(at, aten.layer_norm.default, x, axes, eps * share, number * math.sqrt(share), others)
     return None
 
@@ -145,10 +156,12 @@ def rms_norm_formula(at, *_):
         x = squared(found_mean[0])
         if not isinstance(x, fx.Node) or _centred(at, x):
             continue
-        top = next((node for node in factors if node is x or uncast(at, x) is node), None)
-        if top is None:
+        place = next((i for i, node in enumerate(factors) if node is x or uncast(at, x) is node), None)
+        if place is None:
             return None
-        others = [node for node in factors if node is not top]
+        if _squares_in_half(at, mean):
+            return at.skip(HALF_SQUARES)
+        others = factors[:place] + factors[place + 1 :]
         return _norm(at, aten.rms_norm.default, x, found_mean[1], eps, number, others)
     return None
 

@@ -36,7 +36,7 @@ class Scores:
     query, key: [..., rows, width] and [..., columns, width].
     product: the node of query @ key^T.
     scale: every number between them and softmax.
-    by_head: what the product is multiplied by, one number for each batch and head.
+    by_head: what the product is multiplied by, each of them one number for each batch and head.
     masks: outermost first.
     inside: the nodes that are gone with the formula.
     """
@@ -47,7 +47,7 @@ class Scores:
     scale: float
     masks: tuple[Mask, ...] = ()
     inside: tuple[fx.Node, ...] = ()
-    by_head: fx.Node | None = None
+    by_head: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _scores(at: Site, node: Any, scale: float, depth: int) -> Scores | None:
     for inner, by_head in _by_head(at, node):
         found = _scores(at, inner, scale, depth - 1)
         if found is not None and not found.masks and at.type(found.product).shape == at.type(node).shape:
-            return replace(found, by_head=by_head, inside=(node, *found.inside))
+            return replace(found, by_head=(*found.by_head, by_head), inside=(node, *found.inside))
     for inner, factor, mask in _steps(at, node, scale):
         found = _scores(at, inner, scale * factor, depth - 1)
         if found is not None:
@@ -159,7 +159,7 @@ def _filled(
     at: Site, inner: Any, where: Any, fill: Any, shape: tuple[int, ...], scale: float, *, keeps: bool
 ) -> Iterator[tuple[Any, float, Mask | None]]:
     number = _uniform(at, fill)
-    if number is not None and isinstance(where, fx.Node) and where.meta["val"].dtype == torch.bool:
+    if number is not None and at.is_tensor(where) and at.type(where).dtype == "bool":
         yield inner, 1.0, Mask(where, shape, fill=number * scale, keeps=keeps)
 
 
@@ -221,7 +221,7 @@ def _operand(at: Site, node: Any) -> Operand:
 
 
 def _shape(at: Site, value: Any) -> tuple[int, ...]:
-    return at.type(value).shape if isinstance(value, fx.Node) else ()
+    return at.type(value).shape if at.is_tensor(value) else ()
 
 
 def _swapped(at: Site, key: Operand) -> tuple[int, ...]:
