@@ -10,10 +10,11 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import seeded
 from tsopt.passes.quantize.layers import layers_of, readers_of_integers
-from tsopt.passes.quantize.observe import observe, qparams_of
+from tsopt.passes.quantize.observe import Observed, observe, qparams_of
 from tsopt.passes.quantize.unseen import float_inputs, unseen_values
 
 W = torch.randn(8, 8, generator=seeded(0))
+X = torch.zeros(2, 8)
 
 
 def varying(count=4, *shape):
@@ -62,7 +63,6 @@ def lstm(x, y):
         (lambda x, y: (x + y).clamp(max=1), [ADDED]),
         (lambda x, y: torch.where(y > 0, x, -x), []),
         (lambda x, y: lstm(x, y)[0][0] * lstm(x, y)[1][0], []),
-        (lambda x, y: lstm(x, y)[2][0], [ADDED]),
         (lambda x, y: torch.gru(x[None], y[None], GRU, *LAYERS)[0][0], [ADDED]),
         (lambda x, y: F.grid_sample(x[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), []),
         (lambda x, y: F.grid_sample((x + y)[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), [ADDED]),
@@ -71,12 +71,21 @@ def lstm(x, y):
     ],
     ids=[
         *("a layer", "a sum", "a norm", "a gate", "a range", "a bound", "a condition"),
-        *("outputs of an LSTM", "its cells", "outputs of a GRU", "places", "samples", "a mask", "attention"),
+        *("outputs of an LSTM", "outputs of a GRU", "places", "samples", "a mask", "attention"),
     ],
 )
 def test_what_an_input_of_zeros_adds_to_has_no_range(between, reasons):
     calls = [(x, torch.zeros(2, 8)) for x in varying()]
     assert unseen(lambda self, x, y: F.linear(between(x, y), W), calls) == reasons
+
+
+def test_the_cells_of_an_lstm_depend_on_those_that_it_is_given():
+    program = tsopt.capture(Net(lambda self, x, y: F.linear(lstm(x, y)[2][0], W)), (X, X))
+    (value,) = readers_of_integers(layers_of(program))
+    zero, seen = Observed(0.0, 0.0), Observed(-1.0, 1.0)
+    first, second = float_inputs(program)
+    observed = {first.name: seen, second.name: zero, value.name: seen}
+    assert list(unseen_values(program, [value], observed).values()) == [ADDED]
 
 
 def test_integers_and_other_constants_are_part_of_the_ranges():

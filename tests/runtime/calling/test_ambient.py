@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsopt
 from bench.hazards.ambient import autocast, backward, jacrev, traced, vmap
-from tsopt import hybrid_state
+from tsopt.runtime.calling import eager_calls
 from tsopt.runtime.calling.ambient import POLICIES, RECORDING, Unserved, fast_names, objection
 
 X = torch.linspace(-1, 1, 12).reshape(2, 6)
@@ -137,7 +137,7 @@ def test_while_a_cuda_graph_records_the_model_itself_runs(monkeypatch):
         on_gpu = torch.empty(2, device="cuda")
     assert objection([on_gpu]) == RECORDING
     assert objection([torch.ones(2)]) == ""
-    monkeypatch.setattr(hybrid_state, "_recording", lambda: True)
+    monkeypatch.setattr(eager_calls, "_recording", lambda: True)
     hybrid = tsopt.hybridize(torch.nn.Linear(3, 2).eval())
     with torch.no_grad():
         with pytest.warns(UserWarning, match=RECORDING):

@@ -69,7 +69,8 @@ class PassRecord:
     def left_out(self) -> str:
         """Why this pass, or a rule of it, was left out, as a sentence."""
         what = f"the rule {self.rule} of the pass {self.name}" if self.rule else f"the pass {self.name}"
-        return f"{what} was left out: {self.failed}" if self.failed else ""
+        why = self.failed.replace(f"the pass {self.name} ", "it ", 1)
+        return f"{what} was left out: {why}" if self.failed else ""
 
 
 class _Failed(Exception):
