@@ -108,6 +108,22 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch):
+    """The graphs of TorchDynamo that are made, in order."""
+    from tsopt.runtime.calling import graph_parts
+
+    graphs: list[graph_parts.Graph] = []
+    real = graph_parts.Graph.__init__
+
+    def init(self, *args, **options):
+        real(self, *args, **options)
+        graphs.append(self)
+
+    monkeypatch.setattr(graph_parts.Graph, "__init__", init)
+    return graphs
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest):
     """Compares a text with tests/golden/NAME.txt; `--update-golden` writes it."""
 

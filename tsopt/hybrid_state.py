@@ -267,7 +267,7 @@ class Compiled:
             self._say_once(f": {not_changed(inside)}", stacklevel=15)
 
     def _overwritten(self) -> str:
-        """Another thread has changed the weights that a form was compiled from. There is no reason to refuse calls."""
+        """Drops what was compiled while another thread changed the weights. Returns no reason to refuse later calls."""
         self._in_eager["its weights were changed while it was compiled"] += 1
         self._drop()
         return ""

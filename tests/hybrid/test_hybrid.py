@@ -333,7 +333,7 @@ def test_gradients_of_a_functional_call_are_those_of_eager(always_faster, calls)
         torch.func.functional_call(net, {"layers.3.weight": weight}, (X,)).sum().backward()
         assert weight.grad is not None
         close(net(X), wanted)
-    assert len(calls) == 1, "what was put in for a call is no change of the model"
+    assert len(calls) == 1, "a weight that is replaced for one call does not change the model"
 
 
 class Potential(nn.Module):

@@ -12,26 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tsopt
+from tests.compiler.calls.calibrated import X, first, read, rows
 from tests.compiler.helpers import Net
 from tsopt.compiler.calls.calibration import FOR_BOTH, MOST, read_calibration, readable_again
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import UsageError
-
-X = torch.zeros(2, 3)
-
-
-def read(data, model=None, example=X):
-    program = tsopt.capture(model or nn.Linear(3, 1).eval(), example)
-    return read_calibration(data, program.signature, as_example(example))
-
-
-def first(calibration):
-    """The first argument of each call."""
-    return [call.args[0] if call.args else next(iter(call.kwargs.values())) for call in calibration.calls]
-
-
-def rows(count, start=0):
-    return torch.arange(start, start + 3 * count, dtype=torch.float32).reshape(count, 3)
 
 
 def test_an_iterable_of_inputs():
@@ -306,57 +291,6 @@ def test_what_can_be_read_once_is_read_into_a_list():
     assert readable_again(iter([1, 2])) == [1, 2]
     data = [1, 2]
     assert readable_again(data) is data
-
-
-class Reused:
-    """A loader that fills the same memory with each item."""
-
-    def __init__(self, buffer, count, wrapped=lambda buffer: buffer):
-        self.buffer, self.count, self.wrapped = buffer, count, wrapped
-
-    def __iter__(self):
-        for i in range(self.count):
-            self.buffer[:] = i
-            yield self.wrapped(self.buffer)
-
-
-class Numbered(Reused):
-    __iter__ = None
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, i):
-        self.buffer[:] = i
-        return self.buffer
-
-
-@pytest.mark.parametrize("make", [np.empty, torch.empty], ids=["numpy", "torch"])
-@pytest.mark.parametrize(
-    "data_of",
-    [
-        lambda buffer: Reused(buffer, 4),
-        lambda buffer: iter(Reused(buffer, 4)),
-        lambda buffer: Reused(buffer, 4, lambda x: (x, 7)),
-        lambda buffer: Reused(buffer, 4, lambda x: {"input": x}),
-        lambda buffer: Numbered(buffer, 4),
-        lambda buffer: readable_again(iter(Reused(buffer, 4))),
-        lambda buffer: readable_again(iter(Reused(buffer, 4, lambda x: ({"input": x}, 7)))),
-    ],
-    ids=["loader", "generator", "targets", "keywords", "dataset", "list", "nested list"],
-)
-@pytest.mark.parametrize("count", [1, 2, 3], ids=lambda count: f"{count} rows")
-def test_a_loader_may_fill_the_same_memory_again(make, data_of, count):
-    found = read(data_of(make((count, 3), dtype=(np if make is np.empty else torch).float32)))
-    given = sorted(i for i in range(4) for _ in range(count))
-    assert sorted(torch.cat(first(found))[:, 0].tolist()) == given[: len(given) // 2 * 2]
-
-
-def test_what_is_done_to_an_input_later_does_not_reach_the_calls():
-    data = [rows(2), rows(2, 6)]
-    found = read(data)
-    data[0].zero_()
-    assert torch.equal(first(found)[0], rows(2))
 
 
 def drawn():

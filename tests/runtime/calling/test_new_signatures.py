@@ -18,7 +18,6 @@ from tests.runtime.calling.helpers import OPTIONS, outcomes
 from tsopt import request as request_module
 from tsopt.compiler.capture.thread_patches import apart
 from tsopt.runtime.calling import new_signatures, specializations
-from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.specializations import call_key, sizes_of
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.speedup import Timing
@@ -272,72 +271,6 @@ def test_an_error_in_tsopt_costs_a_new_signature_its_speed(optimized_by, mlp, ca
     assert "a mistake" in caplog.text
 
 
-def strided(length):
-    """The same sizes with strides that depend on a length, as the last of so many tokens has."""
-    return torch.randn(5, length, 6)[:, -1]
-
-
-def test_strides_do_not_count_where_nothing_is_faster_than_the_model(optimized_by, mlp):
-    asked = []
-
-    def slow(example):
-        asked.append(example)
-        raise tsopt.AccuracyError("no candidate wins for this signature")
-
-    fast = optimized_by("eager", another=slow)
-    for length in range(1, 8):
-        x = strided(length)
-        torch.testing.assert_close(fast(x), mlp(x).detach())
-    assert len(asked) == 1
-
-
-def test_strides_do_not_count_for_what_is_called_now_and_then(optimized_by, mlp):
-    asked = []
-
-    def another(example):
-        asked.append(example)
-        return tsopt.compile(tsopt.capture(mlp, example), "eager")
-
-    fast = optimized_by("eager", another=another)
-    others = [torch.randn(*range(3, 3 + more), 6) for more in range(2, 2 + specializations.RECENT)]
-    for length in range(1, 4):
-        for x in (strided(length), *others):
-            torch.testing.assert_close(fast(x), mlp(x).detach())
-    assert len(asked) == 1 + len(others)
-
-
-def test_strides_that_the_model_does_not_take_are_no_reason_to_refuse_others(optimized_by):
-    asked = []
-
-    def another(example):
-        asked.append(example)
-        if not example.args[0].is_contiguous():
-            raise tsopt.CaptureError("the model views its input")
-        return tsopt.compile(tsopt.capture(lambda input: input.reshape(-1, 3), example), "eager")
-
-    fast = optimized_by("eager", another=another)
-    for length in (3, 4, 5, 6, 7):
-        fast(strided(length))
-    assert len(asked) == 1 + specializations.MAX_LAYOUTS
-    fast = optimized_by("eager", another=another)
-    fast(strided(3))
-    assert fast.serving((torch.randn(5, 6),), {}) is None
-    assert fast(torch.randn(5, 6)).shape == (10, 3)
-
-
-def test_strides_count_where_the_model_asks_for_them(optimized_by):
-    def by_stride(input):
-        return input * 2 if input.is_contiguous() else input - 1
-
-    def another(example):
-        return tsopt.compile(tsopt.capture(by_stride, example), "eager")
-
-    fast = optimized_by("eager", another=another)
-    for x in (torch.randn(6, 5).T, torch.randn(5, 6), torch.randn(6, 5).T):
-        torch.testing.assert_close(fast(x), by_stride(x))
-        assert fast.serving((x,), {}) is not None
-
-
 def test_an_error_in_tsopt_while_a_range_grows(wins, monkeypatch, caplog):
     def broken(*_):
         raise ZeroDivisionError("a mistake")
@@ -434,78 +367,6 @@ def test_forms_are_forgotten(wins, monkeypatch):
     assert len(fast.new_signatures.kept._forms) <= 3
 
 
-class OneByOne(nn.Module):
-    """No program serves two sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x * float(str(len(x)))
-
-
-@pytest.fixture
-def one_by_one(wins, monkeypatch):
-    """A hybrid whose captures take ten seconds each, the sizes that it has captured, and what goes on behind it."""
-    real, captured = NewSignatures._for_one_size, []
-
-    def slow(self, example, signature):
-        captured.append(len(example.args[0]))
-        self.seconds += 10.0
-        return real(self, example, signature)
-
-    monkeypatch.setattr(NewSignatures, "_for_one_size", slow)
-    fast = tsopt.hybridize(OneByOne().eval(), audit=0, **OPTIONS)
-    with torch.no_grad(), pytest.warns(UserWarning, match="compiled calls do not change its attribute 'calls'"):
-        fast(torch.ones(3, 3))
-    return fast, captured, type(fast)._tsopt_compiled.fast.new_signatures
-
-
-def call(fast, rows, times=2):
-    with torch.no_grad():
-        for _ in range(times):
-            x = torch.ones(rows, 3)
-            torch.testing.assert_close(fast(x), x * rows)
-
-
-def test_captures_for_one_size_take_their_share_of_the_time(one_by_one, monkeypatch):
-    monkeypatch.setattr(new_signatures, "STREAK", 10**9)
-    fast, captured, signatures = one_by_one
-    for rows in range(4, 30):
-        call(fast, rows)
-    assert 0 < len(captured) <= new_signatures.FREE_CAPTURES
-    at_once = len(captured)
-    signatures._since -= 100 * signatures.seconds
-    for rows in range(40, 44):
-        call(fast, rows)
-    assert len(captured) > at_once
-
-
-def test_what_is_called_often_is_captured_all_the_same(one_by_one, monkeypatch):
-    monkeypatch.setattr(new_signatures, "STREAK", 10**9)
-    fast, captured, _ = one_by_one
-    for rows in range(4, 30):
-        call(fast, rows)
-    assert 20 not in captured
-    call(fast, 20, new_signatures.OFTEN)
-    assert 20 in captured
-    calls = fast.calls
-    call(fast, 20)
-    assert fast.calls == calls, "it is compiled"
-
-
-def test_what_is_called_often_is_captured_in_spite_of_the_pauses(one_by_one):
-    fast, captured, _ = one_by_one
-    for rows in range(4, 300):
-        call(fast, rows, 1)
-    for _ in range(3000):
-        call(fast, 301, 1)
-        call(fast, 302, 1)
-    assert {301, 302} <= set(captured)
-
-
 def test_a_call_that_a_range_cannot_reach_is_compared_once(wins, monkeypatch):
     asked, real = [], new_signatures.widened
     monkeypatch.setattr(new_signatures, "widened", lambda *args: asked.append(args) or real(*args))
@@ -516,26 +377,3 @@ def test_a_call_that_a_range_cannot_reach_is_compared_once(wins, monkeypatch):
         with pytest.raises((IndexError, RuntimeError)):
             fast(torch.randn(31, 6))
     assert len(asked) == 1
-
-
-def test_after_many_calls_that_nothing_serves_most_are_not_looked_at(one_by_one, monkeypatch):
-    fast, _, signatures = one_by_one
-    looks, real = [], NewSignatures.serving
-    monkeypatch.setattr(NewSignatures, "serving", lambda self, *call: looks.append(1) or real(self, *call))
-    for rows in range(4, 1500):
-        call(fast, rows, 1)
-    assert len(looks) < 200
-    found = tsopt.report(fast)
-    assert found.in_eager["the signature is not compiled"] + len(signatures.kept) >= 1490
-    call(fast, 3)
-    assert tsopt.report(fast).in_eager == found.in_eager, "what is compiled is served as before"
-
-
-def test_an_optimized_model_looks_at_every_call(wins, monkeypatch):
-    """Only a hybrid knows that a call needs no gradients before it asks."""
-    monkeypatch.setattr(new_signatures, "STREAK", 1)
-    fast = tsopt.optimize(OneByOne().eval(), torch.ones(3, 3), warmup=99, audit=0, on_gradients="error", **OPTIONS)
-    for rows in range(4, 9):
-        assert fast(torch.ones(rows, 3)).sum() == rows * rows * 3
-        with pytest.raises(tsopt.SignatureError, match="only the model itself"):
-            fast(torch.ones(rows, 3, requires_grad=True))

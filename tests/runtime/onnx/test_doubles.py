@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import tsopt
+from tests.runtime.onnx.in_a_block import InABlock
 
 X = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4 - 2
 WEIGHTS = torch.rand(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -63,23 +63,12 @@ def test_the_largest_integers_are_not_exceeded():
 
 @pytest.mark.parametrize("name", NARROWED)
 def test_what_is_computed_in_float32_is_refused_by_name_and_place(name):
-    class Inner(nn.Module):
-        def forward(self, x):
-            return NARROWED[name](x)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Inner()
-
-        def forward(self, x):
-            return self.block(x * 2)
-
+    model = InABlock(NARROWED[name])
     with pytest.raises(tsopt.BackendError, match="of float64 in float32") as caught:
-        compiled(Outer(), X)
+        compiled(model, X)
     assert "block" in (caught.value.where or "")
-    found = compiled(Outer(), X.float())(X.float())
-    torch.testing.assert_close(found, Outer()(X.float()), equal_nan=True)
+    found = compiled(model, X.float())(X.float())
+    torch.testing.assert_close(found, model(X.float()), equal_nan=True)
 
 
 def test_it_is_found_where_the_operands_are_of_other_dtypes():

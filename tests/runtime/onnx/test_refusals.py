@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from tests.runtime.onnx.in_a_block import InABlock
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.onnx.openvino import OpenVinoBackend
@@ -120,22 +121,10 @@ def test_compile_refuses_with_the_place():
 
 @pytest.mark.parametrize("op", [torch.special.bessel_j0, torch.linalg.eigvalsh])
 def test_an_op_without_translation_is_named_with_its_module(op):
-    class Inner(nn.Module):
-        def forward(self, x):
-            return op(x)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Inner()
-
-        def forward(self, x):
-            return self.block(x * 2)
-
     with pytest.raises(tsopt.BackendError, match="no translation for ") as caught:
-        tsopt.compile(tsopt.capture(Outer(), torch.eye(3)), "onnxruntime")
+        tsopt.compile(tsopt.capture(InABlock(op), torch.eye(3)), "onnxruntime")
     assert "block" in (caught.value.where or "")
-    assert "test_refusals.py" in caught.value.where
+    assert "in_a_block.py" in caught.value.where
 
 
 def test_a_model_that_the_runtime_refuses_is_a_typed_error():

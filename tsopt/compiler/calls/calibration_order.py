@@ -87,7 +87,7 @@ def _length_of(data: Any) -> int | None:
         return None
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # it has the method, but no length
+    except (TypeError, NotImplementedError):  # how streamed datasets say that they have no length
         return None
 
 

@@ -72,7 +72,7 @@ def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Run
 
     def run_with_threads(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         before = torch.get_num_threads()
-        # NOTE: in a fork, torch would wait for threads of the parent's, unless whoever has forked it limits it to one.
+        # NOTE: in a forked process with more than one thread, torch waits forever for the parent's threads.
         if before == threads or threads is None or os.getpid() != process:
             return run(inputs)
         torch.set_num_threads(threads)

@@ -186,7 +186,7 @@ def difference(
         reference: the captured program, whose float64 values tell rounding from errors.
         limit: of the relative error of each output, for a candidate in a lower precision.
         runs_python: the candidate runs Python code of the model, which may change its modules.
-        draws: calls may draw random numbers. Otherwise those of other threads are left alone.
+        draws: calls may draw random numbers. If they do not, the generators are not restored while other threads run.
 
     Never raises an Exception: the caller has not asked for an audit.
     """
