@@ -252,6 +252,7 @@ def test_a_manifest_that_can_be_read_in_two_ways_is_damage(bundle, raw, why):
             {"spinning": "no"},
             {"arena": 1},
             {"pinning": "no"},
+            {"float64": 1},
             {"hint": "fast"},
             {"precision": "int4"},
             {"int8_group": 0},

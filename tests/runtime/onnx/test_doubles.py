@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import tsopt
+from tests.runtime.helpers import save
 from tests.runtime.onnx.in_a_block import InABlock
 
 X = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4 - 2
@@ -39,6 +40,7 @@ NARROWED = {
     "nan_to_num": torch.nan_to_num,
     "log10": torch.log10,
     "softplus": lambda x: F.softplus(x, beta=0.3),
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "elu": lambda x: F.elu(x, alpha=0.3),
     "layer_norm": lambda x: F.layer_norm(x, (6,)),
 }
@@ -59,6 +61,27 @@ def test_the_largest_integers_are_not_exceeded():
         return (x * 2147483648.0).clamp(-2147483648.0, 2147483647.0).to(torch.int32)
 
     assert torch.equal(compiled(to_pcm, X)(torch.ones_like(X)), to_pcm(torch.ones_like(X)))
+
+
+def norm(x):
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / torch.sqrt((centered**2).mean(-1, keepdim=True) + 1e-5) * WEIGHTS[0, 0] + WEIGHTS[0, 1]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x @ (x.t() * 0.1),
+        lambda x: (x @ x.t()) / 0.3,
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        norm,
+    ],
+)
+def test_onnx_runtime_merges_no_number_into_an_attribute(model, tmp_path):
+    made = tsopt.compile(tsopt.capture(model, X), "onnxruntime")
+    loaded = tsopt.load(save(made, tmp_path / "bundle", model, X))
+    for run in (made, loaded):
+        torch.testing.assert_close(run(X), model(X), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", NARROWED)

@@ -48,7 +48,7 @@ STORED = (*PRECISIONS, INT8_WEIGHTS, INT8_STATIC)  # what a bundle may have been
 MOST_IN_A_GROUP = 1 << 16  # elements that share a scale
 MOST_TOLERANCE = 1.0  # a relative error, as large as the output itself
 
-SWITCHES = ("spinning", "parallel", "arena", "pinning", "cuda_graph")
+SWITCHES = ("spinning", "parallel", "arena", "pinning", "cuda_graph", "float64")
 VARIANTS = ("channels_last", "fused", "transposed", "separate_bias")  # of a CUDA graph
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {

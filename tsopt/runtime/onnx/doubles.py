@@ -24,6 +24,7 @@ from tsopt.runtime.onnx.places import called_for, calls_of
 CASTS = ("Cast", "CastLike")
 NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 IN_STAGES = frozenset({"LayerNormalization", "RMSNormalization"})  # they say what the first of their stages rounds to
+FORMULAS = frozenset({"Gelu", "HardSwish", "Selu"})  # ONNX defines them by numbers of float32
 _CHANGING = threading.RLock()
 
 
@@ -63,14 +64,17 @@ def exact_literals() -> Iterator[None]:
             yield
 
 
+def holds_float64(program: Program) -> bool:
+    return torch.float64 in _floats((*program.graph.nodes, *all_calls(program)))
+
+
 def narrowed(model: Any, program: Program) -> Unsupported | None:
     """A call of float64 that a model computes in float32, or gives a number that has been rounded to it.
 
     Args:
         model: as exported from the program, not optimized: constants that are folded do not show how they were made.
     """
-    calls, everywhere = calls_of(program), _floats((*program.graph.nodes, *all_calls(program)))
-    if torch.float64 not in everywhere:
+    if not holds_float64(program):
         return None
     from onnx_ir.passes.common import ShapeInferencePass
     from onnxscript import optimizer
@@ -78,6 +82,7 @@ def narrowed(model: Any, program: Program) -> Unsupported | None:
     typed = model.clone()
     optimizer.inline(typed)
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(typed)
+    calls, everywhere = calls_of(program), _floats((*program.graph.nodes, *all_calls(program)))
     for node in typed.graph.all_nodes():
         if not _narrows(node):
             continue
@@ -106,7 +111,7 @@ def _narrows(node: Any) -> bool:
         return False
     if node.op_type in IN_STAGES and node.attributes.get_int("stash_type", 1) in narrower:
         return True
-    return any(map(_is_rounded, _numbers(node)))  # attributes are stored in float32
+    return node.op_type in FORMULAS or any(map(_is_rounded, _numbers(node)))  # attributes are stored in float32
 
 
 def _numbers(node: Any) -> Iterator[float]:

@@ -32,6 +32,9 @@ SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a s
 # Before 1.30, the kernel for a sum and its layer norm computes the variance as E[x^2] - E[x]^2: of numbers around 1000,
 # nothing is left of it in float32.
 UNSTABLE_FUSIONS, STABLE_SINCE = ("SkipLayerNormFusion",), (1, 30)
+# Of its optimizers those that keep a number of float64 in an attribute, which is float32.
+ROUNDING = ("MatMulScaleFusion", "LayerNormFusionL1", "LayerNormFusionL2", "SimplifiedLayerNormFusion")
+FLOAT64 = "float64"  # option of a session whose model holds float64: it does without these
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 )
@@ -134,7 +137,10 @@ class OnnxRuntimeBackend:
         """The options of a session."""
         import torch
 
+        from tsopt.runtime.onnx.doubles import holds_float64
+
         own = {key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual}
+        own |= {FLOAT64: True} if holds_float64(program) else {}
         return {"threads": self.threads or torch.get_num_threads(), **own, **int8_weights.to_options(program)}
 
     def reopen(self, program: Program, directory: Path) -> Executable:
@@ -249,7 +255,7 @@ def open_session(
     """A session with all graph optimizations.
 
     Args:
-        options: `threads`, and those of SESSION that are not as usual.
+        options: `threads`, FLOAT64, and those of SESSION that are not as usual.
         weights: arrays for the model's external initializers, handed over without a copy.
         providers: execution providers, each a name or a name with options; the first is asked first.
         profile: turns its profiler on, for files in this directory.
@@ -294,7 +300,8 @@ def open_session(
         )
     try:
         is_stable = _version(ort.__version__) >= STABLE_SINCE
-        more = {} if is_stable else {"disabled_optimizers": list(UNSTABLE_FUSIONS)}
+        without = [*(() if is_stable else UNSTABLE_FUSIONS), *(ROUNDING if options.get(FLOAT64) else ())]
+        more = {"disabled_optimizers": without} if without else {}
         session = ort.InferenceSession(model, wanted, providers=list(providers), **more)
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise _failed("ONNX Runtime rejects the exported model", error) from error
