@@ -12,9 +12,8 @@ from tests.regression.models import OPTIONS, Net, X
 from tests.runtime.racing.helpers import fast_timings
 from tsopt.regression import sessions
 from tsopt.regression.machine_state import Meeting
-from tsopt.runtime.racing.race import with_timing
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
+from tsopt.runtime.report import EAGER
 
 WOBBLE = (0.0, 0.01, -0.01, 0.005, -0.005)  # from session to session
 
@@ -45,19 +44,18 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     ):
         timed: list[list[str]] = []
 
-        def benchmark(model, calls, example, **_):
+        def measure(calls, inputs, **_):
             off = 1 + scatter * WOBBLE[len(timed) % len(WOBBLE)]
-            timed.append([EAGER, *calls])
+            timed.append([*calls])
             ms = {EAGER: eager, sessions.NOW: now * off, sessions.BEFORE: before}
             timings = {name: Timing((ms[name],) * 20) for name in timed[-1]}
             slow = disturbed if len(timed) % 2 else 0
             timings[sessions.NOW] = Timing(tuple(ms[sessions.NOW] * (1 + (i < slow)) for i in range(20)))
             if error:
                 timings[sessions.NOW] = Timing((), error=error)
-            rows = [Row(name, key=MODEL if name == EAGER else name) for name in timed[-1]]
-            return Benchmark(tuple(with_timing(row, timings[row.name], timings[EAGER]) for row in rows))
+            return timings
 
-        monkeypatch.setattr(sessions, "benchmark", benchmark)
+        monkeypatch.setattr(sessions, "measure", measure)
         monkeypatch.setattr(sessions, "rest", lambda: None)
         monkeypatch.setattr(Meeting, "__init__", lambda self: None)
         monkeypatch.setattr(Meeting, "microseconds", lambda self: meeting)

@@ -12,6 +12,8 @@ import pytest
 from tests.runtime.reports import FULL
 from tsopt.errors import BundleError, UsageError
 from tsopt.regression.baseline import Baseline, check_replaceable, machine_of, read_baseline, versions_of
+from tsopt.regression.sessions import QUICKEST
+from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
 
 BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 13.0, 12, "cosine", 1.0, "a machine", "torch 2")
@@ -32,6 +34,20 @@ def test_the_winner_of_a_report_counts_as_one_session(tmp_path):
     assert all(where)
 
 
+def test_of_a_report_count_calls_that_nothing_has_disturbed(tmp_path):
+    eager, *others = FULL.rows
+    disturbed = replace(eager, timing=Timing(tuple(range(2, 42))))  # milliseconds: most take longer than the quickest
+    place = tmp_path / "r.json"
+    place.write_text(json.dumps(replace(FULL, rows=(disturbed, *others)).to_json()))
+    assert read_baseline(place).eager_ms == pytest.approx(disturbed.timing.percentile(QUICKEST))
+    old = json.loads(place.read_text())
+    del old["rows"][0]["p5_ms"]
+    place.write_text(json.dumps(old))
+    with pytest.raises(UsageError, match="the file is not a baseline") as caught:
+        read_baseline(place)
+    assert "p5_ms" in caught.value.why
+
+
 def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
     place = tmp_path / "r.json"
     place.write_text(json.dumps(replace(FULL, winner_key=MODEL).to_json()))
@@ -44,7 +60,7 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
     [
         ("", "Expecting value"),
         ("[1]", "it is not a JSON object"),
-        ("{}", "'tsopt_baseline' is not 1"),
+        ("{}", "'tsopt_baseline' is not 2"),
         ("\xff\x00", ""),
         ("[" * 100_000, ""),
         ({"speedups": []}, "'speedups' is not a list"),
@@ -60,7 +76,7 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
         ({"score": float("inf")}, "'score' is not a number"),
         ({"score": 10**400}, "'score' is not a number"),
         ({"winner": 3}, "'winner' is not a text"),
-        ({"tsopt_baseline": 2}, "'tsopt_baseline' is not 1"),
+        ({"tsopt_baseline": 1}, "'tsopt_baseline' is not 2"),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, said):
@@ -74,7 +90,7 @@ def test_other_files_are_refused(tmp_path, text, said):
 
 def test_a_baseline_of_any_version_may_be_replaced(tmp_path):
     place = BASELINE.save(tmp_path / "b.json")
-    for text in ("", place.read_text(), json.dumps(json.loads(place.read_text()) | {"tsopt_baseline": 2})):
+    for text in ("", place.read_text(), json.dumps(json.loads(place.read_text()) | {"tsopt_baseline": 3})):
         place.write_text(text)
         check_replaceable(place)
     check_replaceable(tmp_path / "new.json")

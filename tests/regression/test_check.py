@@ -175,19 +175,29 @@ def test_a_baseline_can_be_a_value(model, baseline, paces):
 
 def test_each_session_has_a_compiled_model_of_its_own(model, baseline, paces, monkeypatch):
     paces(now=5.0)
-    seen, told = [], sessions.benchmark
+    seen, told = [], sessions.measure
     monkeypatch.setattr(
-        sessions, "benchmark", lambda *args, **k: (seen.append(args[1][sessions.NOW]), told(*args, **k))[1]
+        sessions, "measure", lambda *args, **k: (seen.append(args[0][sessions.NOW]), told(*args, **k))[1]
     )
     tsopt.check(model, X, baseline, **OPTIONS)
     assert len(set(map(id, seen))) == len(seen) >= sessions.FEWEST
 
 
+def test_only_calls_on_the_example_are_timed(model, baseline, paces, monkeypatch):
+    paces(now=5.0)
+    seen, told = [], sessions.measure
+    monkeypatch.setattr(sessions, "measure", lambda *args, **k: (seen.extend(args[1]), told(*args, **k))[1])
+    tsopt.check(model, X, baseline, **OPTIONS)
+    assert len(seen) > 1
+    assert all(torch.equal(call.args[0], X) for call in seen)
+    assert len({call.args[0].data_ptr() for call in seen}) == len(seen)
+
+
 def test_threads_are_those_that_were_asked_for(model, baseline, paces, monkeypatch):
     paces(now=5.0)
-    seen, original = [], sessions.benchmark
+    seen, original = [], sessions.measure
     monkeypatch.setattr(
-        sessions, "benchmark", lambda *args, **k: (seen.append(torch.get_num_threads()), original(*args, **k))[1]
+        sessions, "measure", lambda *args, **k: (seen.append(torch.get_num_threads()), original(*args, **k))[1]
     )
     monkeypatch.setattr(sessions, "Meeting", lambda: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()

@@ -142,15 +142,15 @@ def _bar(row: Row, slowest: float, bar: str) -> str:
 
 
 def said_of(report: Report, row: Row) -> Iterator[str]:
-    """What is to be said of a row: why it is out; of the winner how it was verified, and its notes."""
+    """What is to be said of a row: why it is out, what became of parts; how the winner was verified, and its notes."""
     if row.reason:
         yield row.reason
-    if row.key != report.winner_key:
-        return
-    if row.accuracy is not None:
+    wins = row.key == report.winner_key
+    if wins and row.accuracy is not None:
         yield f"verified: {row.accuracy}"
         yield from (f"not compared: {reason}" for reason in _by_reason(row.accuracy.skipped))
-    yield from (f"note: {note}" for note in row.notes)
+    if wins or row.is_in_parts:
+        yield from (f"note: {note}" for note in row.notes)
 
 
 def _by_reason(skipped: Iterable[str]) -> Iterator[str]:

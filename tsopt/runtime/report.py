@@ -37,6 +37,7 @@ Event = TypeVar("Event", Done, Declined)
 
 MODEL = "model"  # the key of the model itself, as eager runs it
 EAGER = "eager"  # the title of its row
+IN_PARTS = "parts"  # the key of a model that is optimized in parts; the notes of its row are about each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Row:
         if self.status != "ok":
             return self.status
         return self.speedup.verdict if self.speedup is not None else "baseline"
+
+    @property
+    def is_in_parts(self) -> bool:
+        return self.key == IN_PARTS
 
     @property
     def gain(self) -> float:
@@ -330,6 +335,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     out: dict[str, Any] = {"name": row.name, "status": row.status, "verdict": row.verdict, "reason": row.reason}
     if row.timing is not None:
         out |= {
+            "p5_ms": row.timing.percentile(5),
             "p50_ms": row.timing.p50,
             "p90_ms": row.timing.p90,
             "p99_ms": row.timing.percentile(99),

@@ -109,6 +109,7 @@ def test_eager_runs_where_parts_are_not_faster(monkeypatch):
     assert (fast.backend, fast.report.winner) == ("eager", "eager")
     fast(X)
     assert model.calls == 1
+    assert "note: part 1: " in fast.report.text  # what became of each part is said even so
 
 
 def test_parts_that_answer_something_else_lose(monkeypatch):

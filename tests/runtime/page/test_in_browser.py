@@ -16,6 +16,7 @@ from playwright import sync_api as playwright
 from torch import nn
 
 import tsopt
+from tests.runtime.calling import parts
 from tests.runtime.page.test_report import HOSTILE
 from tests.runtime.reports import FULL, record
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
@@ -78,6 +79,20 @@ def opened(browser, tmp_path: Path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_accessible(opened, report, scheme):
     page = opened(report.html, color_scheme=scheme)
+    found = axe.Axe().run(page).response["violations"]
+    assert [(item["id"], item["nodes"][0]["html"][:200]) for item in found] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_a_model_in_parts_tells_of_each_part(opened, scheme):
+    page = opened(parts.optimized(parts.Branches().eval()).report.html, color_scheme=scheme)
+    assert page.get_by_role("heading", name="Branches").count() == 1
+    row = page.get_by_role("row", name="partitioned")
+    for part in ("part 1: ", "part 2: "):
+        expect(row.locator("small", has_text=part)).to_have_count(1)
+    assert page.locator("figure.graph").count() == 0  # it is not one program
+    page.set_viewport_size({"width": 375, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
     found = axe.Axe().run(page).response["violations"]
     assert [(item["id"], item["nodes"][0]["html"][:200]) for item in found] == []
 

@@ -44,11 +44,11 @@ from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
 from tsopt.runtime.racing.timing import ColdStart, first_calls, seconds_of_calls
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER, MODEL, Report, Row
+from tsopt.runtime.report import EAGER, IN_PARTS, MODEL, Report, Row
 
 PARTS = "partitioned"
 SCRIPT = "TorchScript, frozen"  # for TorchScript, which TorchDynamo does not trace
-KEYS = {PARTS: "parts", SCRIPT: "torchscript"}  # as options `frontend`, which lead there, too
+KEYS = {PARTS: IN_PARTS, SCRIPT: "torchscript"}  # as options `frontend`, which lead there, too
 # Options of `optimize` for a part, of which a model may have many. In a graph that TorchDynamo has generalized over
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
