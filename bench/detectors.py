@@ -8,6 +8,7 @@ those of its wheels for CUDA beside a CPU build of torch, they are written in Py
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator
@@ -75,26 +76,29 @@ def load(name: str) -> torch.nn.Module:
 
 def define_operators() -> None:
     """Writes the operators of torchvision in Python if its compiled ones do not load."""
+    package = importlib.util.find_spec("torchvision")
+    if package is None or package.origin is None:
+        raise SystemExit("detectors need torchvision: pip install --no-deps torchvision pillow")
+    try:
+        torch.ops.load_library(Path(package.origin).parent / "_C.so")
+        return
+    except OSError:  # it needs the libraries of CUDA
+        for name in ("nms", "qnms"):  # torchvision itself says what they return
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", schema)
+        torch.library.define(
+            "torchvision::roi_align",
+            "(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
+            "int sampling_ratio, bool aligned) -> Tensor",
+        )
+        torch.library.impl("torchvision::nms", "CPU", nms)
+        torch.library.impl("torchvision::roi_align", "CPU", roi_align)
     import torchvision.extension
     from torchvision.ops import roi_align as aligning
 
-    if torchvision.extension._has_ops():
-        return
-    torchvision.extension._has_ops = lambda: True
-    sys.modules[aligning.__module__]._has_ops = lambda: True
-    for schema, function, fake in (
-        ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", nms, fake_nms),
-        (
-            "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-            "int sampling_ratio, bool aligned) -> Tensor",
-            roi_align,
-            fake_roi_align,
-        ),
-    ):
-        name = f"torchvision::{schema.partition('(')[0]}"
-        torch.library.define(name, schema[schema.index("(") :])
-        torch.library.impl(name, "CPU", function)
-        torch.library.register_fake(name, fake)
+    torch.library.register_fake("torchvision::roi_align", fake_roi_align)
+    for module in (torchvision.extension, sys.modules[aligning.__module__]):
+        module._has_ops = lambda: True
 
 
 def nms(boxes: torch.Tensor, scores: torch.Tensor, limit: float) -> torch.Tensor:
@@ -113,10 +117,6 @@ def nms(boxes: torch.Tensor, scores: torch.Tensor, limit: float) -> torch.Tensor
         shared = (high - low).clamp(min=0).prod(1)
         left[place + 1 :] &= shared / (areas[place] + areas[place + 1 :] - shared) <= limit
     return order[kept]
-
-
-def fake_nms(boxes: torch.Tensor, scores: torch.Tensor, limit: float) -> torch.Tensor:
-    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
 def roi_align(

@@ -275,6 +275,11 @@ def test_an_output_does_not_become_a_weight():
     assert found.ops == ["add.Tensor", "mul.Tensor"]
 
 
+def test_what_an_output_is_computed_from_is_folded():
+    found = folded(lambda x, w: (x + w, (w.t() @ w * 2).sigmoid().view(-1)), torch.randn(3, 3))
+    assert sorted(found.ops) == ["add.Tensor", "sigmoid", "view"]
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -51,11 +51,13 @@ class FoldConstants(Pass):
         places = {_place(weight) for weight in program.weights.values()}
         made: dict[fx.Node, fx.Node] = {}
         replaced: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        tensors = {node for node, value in values.items() if ops.is_call(node) and isinstance(value, torch.Tensor)}
+        returned = {node for node in tensors if reaches_output(node)}  # made in each call, of what is known before
         for node, value in values.items():
-            needed = any(user not in values for user in node.users)
-            if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
+            needed = any(user not in values or user in returned for user in node.users)
+            if not needed or not isinstance(value, torch.Tensor) or not ops.is_call(node):
                 continue
-            if reaches_output(node):
+            if node in returned:
                 declined.append(Declined(RULE, origin_of(node), "an output would share memory with a weight"))
                 continue
             if not limits.take():

@@ -33,6 +33,13 @@ def test_a_layer_on_another_device_stays_as_it_is():
     assert layers_of(program) == []
 
 
+def test_a_layer_on_a_constant_stays_as_it_is():
+    queries, weight = torch.randn(5, 3), torch.randn(2, 3)
+    program = tsopt.capture(Net(lambda self, x: (F.linear(x, weight), F.linear(queries, weight))), torch.randn(4, 3))
+    (layer,) = layers_of(program)
+    assert ops.bind(layer)["input"].op == "placeholder"
+
+
 def test_the_input_of_a_layer_is_read_by_it():
     assert readers(nn.Linear(3, 2).eval(), torch.randn(2, 3)) == {"input": ["aten.linear"]}
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
@@ -192,6 +193,34 @@ def test_a_vector_between_two_linear_layers(between, rows):
     first, second = (torch.randn(64, 64, generator=seeded(seed)) / 8 for seed in (1, 2))
     calls = [torch.randn(rows, 64, generator=seeded(seed)) for seed in range(4)]
     made, _ = calibrated(lambda self, x: F.linear(between(F.linear(x, first), x), second), *calls)
+    assert "aten.leaky_relu" in with_layers_apart(made).text
+    run_it = compiled(made, "openvino")
+    for x in calls:
+        (wanted,) = made.module()(x)
+        assert float((run_it(x) - wanted).norm()) < 0.02 * float(wanted.norm())
+
+
+class Patches(nn.Module):
+    """A class token before patches, as vision transformers have it, with a convolution for the queries."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.patches, self.queries = nn.Conv2d(3, 8, 2, stride=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        grid = self.patches(x)
+        rows = self.queries(grid).flatten(2).transpose(1, 2)
+        joined = torch.cat([self.token.expand(len(x), -1, -1), rows], dim=1)
+        return self.out(self.query(joined).relu())
+
+
+def test_rows_that_are_joined_are_rounded_together():
+    calls = [torch.randn(2, 3, 4, 4, generator=seeded(seed)) for seed in range(4)]
+    model = Patches().eval()
+    made, _ = calibrated(lambda self, x: model(x), *calls)
     assert "aten.leaky_relu" in with_layers_apart(made).text
     run_it = compiled(made, "openvino")
     for x in calls:

@@ -51,13 +51,16 @@ def layers_of(program: Program) -> list[fx.Node]:
 def is_layer(program: Program, node: fx.Node) -> bool:
     """Whether a call is a linear layer or a convolution on the CPU, for a batch, with a finite constant weight.
 
-    Its bias, if any, has an element for each output and no other axis, as in `quantized_layer`.
+    What it is applied to is no constant: OpenVINO refuses a product of two, and such a product takes no time in a call
+    unless it is returned. Its bias, if any, has an element for each output and no other axis, as in `quantized_layer`.
     """
     if node.target not in DIMENSIONS:
         return False
     call = ops.bind(node)
     weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
     if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return False
+    if call["input"].op == "get_attr":
         return False
     dimensions, value = DIMENSIONS[node.target], call["input"].meta["val"]
     batched = value.dim() == dimensions if node.target in CONVOLUTIONS else value.dim() > 1

@@ -7,6 +7,9 @@ EfficientNet, and less rounding.
 A sequence of linear layers on matrices becomes one kernel, which reads whatever is in memory where the integers between
 them have a scale or an offset for each channel (OpenVINO 2026.4): those that the user gave them, or a vector that the
 values are multiplied by, or that is added to them, before they are rounded.
+
+What is rounded behind a concatenation, OpenVINO rounds before it, each part with a scale of its own. Where the parts
+are rows of sequences, as a class token and patches are, it then refuses the model.
 """
 
 from __future__ import annotations
@@ -55,16 +58,20 @@ def _read_in_float(program: Program, activation: fx.Node) -> None:
 
 
 def with_layers_apart(program: Program) -> Program:
-    """A copy in which values that a vector has scaled or moved are rounded behind an op that ends the sequence.
+    """A copy in which values that a vector has scaled or moved, and joined rows, are rounded behind an op of their own.
 
-    That op does nothing: a leaky ReLU of slope 1, which OpenVINO computes inside of the linear layer before it.
+    That op does nothing: a leaky ReLU of slope 1, which OpenVINO computes inside of a linear layer before it.
     """
     made = program.copy()
     for node in list(made.calls()):
-        if node.target in ROUNDING and _follows_a_vector(node):
+        if node.target in ROUNDING and (_follows_a_vector(node) or _joins_rows(node.all_input_nodes[0])):
             x = node.all_input_nodes[0]
             node.replace_input_with(x, new_call(made, node, x, aten.leaky_relu.default, (x, 1.0), {}))
     return made
+
+
+def _joins_rows(value: fx.Node) -> bool:
+    return value.target is aten.cat.default and value.meta["val"].dim() == 3 and ops.bind(value)["dim"] in (1, -2)
 
 
 def _follows_a_vector(rounding: fx.Node) -> bool:
