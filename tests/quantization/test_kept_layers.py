@@ -180,6 +180,35 @@ def test_scores_whose_range_the_data_does_not_show_stay_in_float32():
     assert [layer.kept for layer in records(found)] == ["", said]
 
 
+class Stream(nn.Module):
+    """A recurrent layer whose state is passed from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(64, 256, batch_first=True), nn.Linear(256, 64)
+        with torch.no_grad():
+            self.lstm.bias_ih_l0[256:512] = 3  # of the gates that keep the cells
+
+    def forward(self, x, hidden, cells):
+        y, (hidden, cells) = self.lstm(x, (hidden, cells))
+        return self.head(y), hidden, cells
+
+
+def test_a_layer_behind_a_recurrent_one_is_accurate_for_states_that_the_data_does_not_show():
+    model, zero = Stream().eval(), torch.zeros(1, 1, 256)
+    chunks = [torch.randn(1, 2, 64, generator=seeded(i)) + 3 * torch.linspace(-1, 1, 64) for i in range(48)]
+    data = [(x, zero, zero) for x in chunks]
+    found = quantized(model, data[0], calibration=data, wanted=("int8-static",))
+    fast, state = found.variants["int8-static"].module(), (zero, zero)
+    assert not records(found)[0].kept
+    with torch.no_grad():
+        for x in chunks:
+            (wanted, *after), (answer, *_) = model(x, *state), fast(x, *state)
+            assert float((answer - wanted).norm() / wanted.norm()) < 0.02
+            state = tuple(after)
+
+
 class Wide(nn.Module):
     """Its first layer adds up more products than fit in 32 bits."""
 

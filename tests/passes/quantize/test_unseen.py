@@ -48,7 +48,10 @@ GRU = [torch.randn(24, 8, generator=seeded(1)) for _ in range(2)] + [torch.zeros
 LAYERS = (True, 1, 0.0, False, False, True)
 
 
-def lstm(x, y):
+def lstm(x, y, projected=False):
+    if projected:
+        weights = [LSTM[0], LSTM[1][:, :4], *LSTM[2:], LSTM[1][:4]]
+        return torch.lstm(x[None], (y[None, :, :4], y[None]), weights, *LAYERS)
     return torch.lstm(x[None], (y[None], y[None]), LSTM, *LAYERS)
 
 
@@ -66,12 +69,21 @@ def lstm(x, y):
         (lambda x, y: torch.gru(x[None], y[None], GRU, *LAYERS)[0][0], [ADDED]),
         (lambda x, y: F.grid_sample(x[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), []),
         (lambda x, y: F.grid_sample((x + y)[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), [ADDED]),
+        (lambda x, y: lstm(x, y)[1][0].sigmoid() * lstm(x, y)[2][0].tanh(), []),
+        (lambda x, y: torch.cat((x, (x + y).tanh().relu())), []),
+        (lambda x, y: (x + y).cos() - 1, []),
+        (lambda x, y: F.linear(x, W) * y.sigmoid(), [ADDED]),
+        (lambda x, y: lstm(x, y, projected=True)[0][0].repeat(1, 2), [ADDED]),
+        (lambda x, y: F.grid_sample(x[None, None], y.view(1, 2, 4, 2), "bicubic")[0, 0].repeat(1, 2), [ADDED]),
+        (lambda x, y: F.grid_sample(F.linear(x, W)[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), [ADDED]),
         (lambda x, y: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], y[:, :2])[0, 0], []),
         (lambda x, y: F.scaled_dot_product_attention(x[None], x[None], (x + y)[None])[0], [ADDED]),
     ],
     ids=[
         *("a layer", "a sum", "a norm", "a gate", "a range", "a bound", "a condition"),
-        *("outputs of an LSTM", "outputs of a GRU", "places", "samples", "a mask", "attention"),
+        *("outputs of an LSTM", "outputs of a GRU", "places", "samples"),
+        *("a product of gates", "a part", "a wave", "a gate for a value without bounds", "projected outputs"),
+        *("cubic samples", "samples of a layer", "a mask", "attention"),
     ],
 )
 def test_what_an_input_of_zeros_adds_to_has_no_range(between, reasons):
@@ -137,3 +149,50 @@ def test_calls_that_cannot_follow_each_other_begin_anew():
     (value,) = readers_of_integers(layers_of(program))
     found = observe(program, calls, [value], lambda text: None)[value.name]
     assert found.high > float(torch.cat([x for x, _ in calls]).max()) + 1, "the second row was read as well"
+
+
+def ranges(forward, calls):
+    """Of the values that layers read, as they are rounded."""
+    program = tsopt.capture(Net(forward), calls[0])
+    values = readers_of_integers(layers_of(program))
+    ordered = [node for node in program.graph.nodes if node in values]
+    observed = observe(program, calls, [*ordered, *float_inputs(program)], lambda text: None)
+    assert unseen_values(program, ordered, observed) == {}
+    return [params.range for params in qparams_of(ordered, observed).values()]
+
+
+@pytest.mark.parametrize(
+    ("between", "bounds"),
+    [
+        (lambda x, y: lstm(0.01 * x, y)[0][0], (-1, 1)),
+        (lambda x, y: lstm(0.01 * x, y)[2][0].tanh(), (-1, 1)),
+        (lambda x, y: (0.01 * x + y).sigmoid(), (0, 1)),
+        (lambda x, y: (0.01 * x + y).clamp(-3, 4), (-3, 4)),
+        (lambda x, y: (0.01 * x + y).erf(), (-1, 1)),
+        (lambda x, y: (0.01 * x + y).atan(), (-1.57, 1.57)),
+        (lambda x, y: F.relu6(0.01 * x + y), (0, 6)),
+        (lambda x, y: F.hardsigmoid(0.01 * x + y), (0, 1)),
+    ],
+    ids=["LSTM", "tanh", "sigmoid", "clamp", "erf", "atan", "relu6", "hardsigmoid"],
+)
+def test_the_range_of_what_is_bounded_is_all_that_another_input_may_show(between, bounds):
+    calls = [(x, torch.zeros(2, 8)) for x in varying()]
+    ((low, high),) = ranges(lambda self, x, y: F.linear(between(x, y), W), calls)
+    assert (low, high) == pytest.approx(bounds, abs=0.03)
+
+
+def test_the_range_of_samples_is_that_of_the_image():
+    calls = [(x, torch.zeros(2, 8)) for x in varying()]
+
+    def forward(self, x, y):
+        return F.linear(F.grid_sample(x[None, None], y.view(1, 2, 4, 2))[0, 0].repeat(1, 2), W)
+
+    ((low, high),) = ranges(forward, calls)
+    seen = torch.cat([x for x, _ in calls])
+    assert (low, high) == pytest.approx((float(seen.min()), float(seen.max())), abs=0.05)
+
+
+def test_a_range_that_no_input_of_zeros_adds_to_stays_as_the_data_shows_it():
+    calls = [(x, torch.full((2, 8), 0.5)) for x in varying()]
+    ((low, high),) = ranges(lambda self, x, y: F.linear((0.01 * x + y).sigmoid(), W), calls)
+    assert 0 <= low <= high < 0.7

@@ -49,7 +49,7 @@ def ranges_of(program: Program, values: Values, inputs: Sequence[Range], with_na
         elif node.op == "get_attr":
             found[node] = range_of_tensor(program.weights[str(node.target)])
         elif ops.is_call(node) and isinstance(values.get(node), torch.Tensor):
-            found[node] = _range_of(RangedCall(node, values, found, doubtful))
+            found[node] = range_of(RangedCall(node, values, found, doubtful))
         if with_nan and _may_be_nan(node, values.get(node), found, doubtful):
             doubtful.add(node)
     return found
@@ -75,7 +75,8 @@ def _read(node: fx.Node) -> list[Any]:
     return [node.args[0]] if name in LIKE_ANOTHER else node.all_input_nodes
 
 
-def _range_of(call: RangedCall) -> Range:
+def range_of(call: RangedCall) -> Range:
+    """The range of the result of one call that returns a tensor."""
     if call.value.dtype == torch.bool:
         return FLAG
     if call.value.is_complex():

@@ -73,6 +73,10 @@ class Observed:
             low = high = self.low = self.high = math.nan
         self.low, self.high = min(self.low, low), max(self.high, high)
 
+    def cover(self, low: float, high: float) -> None:
+        """Takes in what the data does not show, and the parameters clip none of it."""
+        self.low, self.high, self.counts = min(self.low, low), max(self.high, high), None
+
     def count(self, value: torch.Tensor) -> None:
         if self.is_finite and self.low < self.high:
             # NOTE: histc multiplies by BINS before it divides. Large values would overflow, and be out of bounds.
