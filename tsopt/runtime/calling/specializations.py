@@ -218,7 +218,8 @@ class Specializations:
         if isinstance(made, Executable):
             by_layout = by_layout or made.signature.depends_on_layout
         elif by_layout:
-            by_layout = sum(loose(other) == loose(key) for other in self._kept) < MAX_LAYOUTS
+            # A copy: calls in other threads, and those in which a constant is compared, change the order meanwhile.
+            by_layout = sum(loose(other) == loose(key) for other in tuple(self._kept)) < MAX_LAYOUTS
         key = key if by_layout else loose(key)
         if len(self._kept) >= MAX_SPECIALIZATIONS:
             self._kept.popitem(last=False)
