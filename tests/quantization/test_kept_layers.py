@@ -14,8 +14,11 @@ from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
 from tsopt.compiler.graph.quantized import largest_weight, simulated
 from tsopt.errors import NoGain, UsageError
+from tsopt.quantization import variants
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.checking import answers
+from tsopt.runtime.checking.criterion import Judgement
 from tsopt.runtime.layer_table import lines
 
 
@@ -277,3 +280,35 @@ def test_what_is_judged_keeps_layers_in_float32_in_bfloat16():
         **{"precision": "bf16", "max_drop": 0.01, "keep_float": ("1",), "backends": ("eager",), **options},
     )
     assert "eager?precision=bf16" in [row.key for row in fast.report.rows]
+
+
+@pytest.mark.parametrize("needed", [2, 3, 5, 6, 9, 11, 12])
+def test_no_more_layers_are_kept_than_the_inputs_that_judge_need(monkeypatch, needed):
+    tried = []
+
+    def judged(self, made, by):
+        kept = 12 - len(layers(made))
+        tried.append((kept, by is self._quick))
+        enough = kept >= (2 if by is self._quick else needed)
+        return Judgement(enough, 0.0, 1.0, "")
+
+    monkeypatch.setattr(variants.Quantizer, "_judged", judged)
+    found = quantized(mlp(*[8] * 13), rows(1, 8)[0], calibration=rows(64, 8), wanted=("int8-static",))
+    assert sum(bool(layer.kept) for layer in records(found)) == needed
+    assert len(tried) == len(set(tried))
+    assert needed == 12 or (needed, False) in tried
+
+
+def test_what_few_large_outputs_have_judged_is_not_judged_again(monkeypatch):
+    tried = []
+    plain = variants.Quantizer._judged
+
+    def judged(self, made, by):
+        tried.append(by.judge(made.module()).text)
+        return plain(self, made, by)
+
+    monkeypatch.setattr(variants.Quantizer, "_judged", judged)
+    monkeypatch.setattr(answers, "MOST_BYTES", 4 * 8 * 4)
+    limit = {"metric": "cosine", "max_drop": 0.5}
+    quantized(mlp(8, 8), rows(1, 8)[0], calibration=rows(32, 8), wanted=("int8-static",), **limit)
+    assert [" on 4 inputs" in text for text in tried] == [True]

@@ -191,8 +191,7 @@ def quantize(
             made = replace(made, criterion=criterion)
         if not wanted:
             return made
-        is_small = len(data.choosing) == len(data.judging)  # all that is held out
-        quick = criterion if is_small else criterion.on(model, data.choosing)
+        quick = criterion.on(model, data.choosing)
         quantizer = Quantizer(
             *(program, data, criterion, quick, options.keep_float, progress, end),
             others=others,

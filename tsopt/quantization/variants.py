@@ -329,10 +329,11 @@ class Quantizer:
             return False
 
         guess = None if expected is None else expected.fewest
-        kept, step = fewest_kept(count, at_least, lambda tried: is_accepted(tried, self._quick), guess), 1
+        kept = fewest_kept(count, at_least, lambda tried: is_accepted(tried, self._quick), guess)
         # A choice that is just good enough for the few inputs may not be so for those that candidates are judged by.
-        while self._quick is not self._criterion and kept < count and not is_accepted(kept, self._criterion):
-            kept, step = min(kept + step, count), 2 * step
+        if self._quick is not self._criterion and kept < count and not is_accepted(kept, self._criterion):
+            near = kept + 1  # a few more are enough, as a rule
+            kept = fewest_kept(count, near, lambda tried: is_accepted(tried, self._criterion), lambda: near)
         return kept, said
 
     def _judged(self, made: Program, by: Criterion) -> Judgement:
