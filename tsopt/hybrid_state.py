@@ -11,7 +11,7 @@ from typing import Any
 
 from tsopt.api import optimize
 from tsopt.background.in_background import InBackground
-from tsopt.compiler.calls.calibration import readable_again
+from tsopt.compiler.calls.calibration_again import readable_again
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.other_threads import others_run

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
-from tsopt.compiler.calls.calibration import readable_again
+from tsopt.compiler.calls.calibration_again import readable_again
 from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put

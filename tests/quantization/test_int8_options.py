@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 import tsopt
 from tests.passes.quantize.models import mlp
-from tests.quantization.helpers import rows
+from tests.quantization.helpers import quantized, records, rows
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.candidate import Candidate, candidates_for
 
@@ -114,3 +116,16 @@ def test_an_engine_that_is_asked_for_and_cannot_keep_layers_is_refused(key):
 def test_a_precision_in_which_nobody_keeps_layers_is_refused(precision, backend, said, fix):
     with pytest.raises(UsageError, match=f"no selected backend supports {said} with some layers in float32\n.*{fix}"):
         candidates_for((backend,), precision, keep_float=True)
+
+
+def test_a_third_of_the_time_is_for_reading(monkeypatch):
+    class Slow(list):
+        def __getitem__(self, number):
+            now[0] += 1
+            return super().__getitem__(number)
+
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    found = quantized(mlp(32, 32), rows(1)[0], calibration=Slow(rows(100)), seconds=60.0)
+    assert found.calibration == "20 inputs; more would take too long for the budget"
+    assert records(found)

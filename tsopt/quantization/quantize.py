@@ -27,6 +27,7 @@ from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_
 from tsopt.runtime.layer_table import ATTENTION, LayerRecord
 
 log = logging.getLogger("tsopt")
+SHARE_OF_READING = 1 / 3  # of the time for quantization: to read its data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +179,10 @@ def quantize(
     others = products_of(program) if not set(HALVES).isdisjoint(wanted) else []
     # The first does without factors for channels, which would make the weights harder to quantize.
     wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
-    end = time.monotonic() + seconds
+    start = time.monotonic()
     if not wanted and not options.judges:
         return Quantization()
-    data = _data(model, program, example, options, seed, progress)
+    data = _data(model, program, example, options, seed, progress, start + SHARE_OF_READING * seconds)
     said = "" if options.calibration is None else data.text
     made = Quantization(calibration=said, data=_digest(program, data) if options.has_data else "")
     with protected(model, written=program.state.values()), torch.no_grad():
@@ -193,7 +194,7 @@ def quantize(
             return made
         quick = criterion.on(model, data.choosing)
         quantizer = Quantizer(
-            *(program, data, criterion, quick, options.keep_float, progress, end),
+            *(program, data, criterion, quick, options.keep_float, progress, start + seconds),
             others=others,
             smooth=options.calibration is not None,
         )
@@ -236,14 +237,17 @@ def _data(
     options: Int8Options,
     seed: int,
     progress: Callable[[str], None],
+    end: float,
 ) -> Calibration:
-    """The calibration data; without any, the example and values made up like it."""
+    """The calibration data, read until `end`; without any, the example and values made up like it."""
     if options.calibration is None:
         return like_the_example(model, program, example, seed)
     if isinstance(options.calibration, int):
         return drawn(model, program, example, seed, options.calibration)
     return read_calibration(
-        *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
+        *(options.calibration, program.signature, example),
+        progress=lambda text: progress(f"quantize: read {text}"),
+        end=end,
     )
 
 

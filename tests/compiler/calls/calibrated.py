@@ -12,9 +12,10 @@ from tsopt.compiler.calls.example import as_example
 X = torch.zeros(2, 3)
 
 
-def read(data, model=None, example=X):
+def read(data, model=None, example=X, *, size=None, **options):
+    example = example if size is None else torch.zeros(size, 3)
     program = tsopt.capture(model or nn.Linear(3, 1).eval(), example)
-    return read_calibration(data, program.signature, as_example(example))
+    return read_calibration(data, program.signature, as_example(example), **options)
 
 
 def first(calibration):

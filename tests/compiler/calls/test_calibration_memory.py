@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.compiler.calls.calibrated import first, read, rows
-from tsopt.compiler.calls.calibration import readable_again
+from tsopt.compiler.calls.calibration_again import readable_again
 
 
 class Reused:

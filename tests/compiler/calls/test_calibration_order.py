@@ -11,10 +11,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import tsopt
-from tsopt.compiler.calls.calibration import MOST, read_calibration
+from tests.compiler.helpers import Net
+from tsopt.compiler.calls.calibration import read_calibration
+from tsopt.compiler.calls.calibration_kept import MOST
 from tsopt.compiler.calls.calibration_order import halves, spread, spread_out
 from tsopt.compiler.calls.example import as_example
+from tsopt.compiler.graph.values import flat_inputs
 from tsopt.errors import UsageError
+from tsopt.passes.quantize.layers import layers_of, readers_of_integers
+from tsopt.passes.quantize.observe import observe
 
 CLASSES = 10
 ROWS = torch.arange(2000.0)[:, None].expand(-1, 3).contiguous()
@@ -283,3 +288,94 @@ def test_every_item_has_one_place(count):
 
 def test_an_array_of_numbers_is_a_sequence_of_rows():
     assert len(read(np.zeros((4, 3), dtype=np.float32)).calls) == 4
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_loader_is_read_in_the_order_of_its_rows(batch):
+    found = numbers_of(read(DataLoader(Counted(), batch_size=batch)).calls)
+    assert found == sorted(found)
+    assert (len(set(found)), max(found) > 1900) == (MOST, True)
+
+
+def test_a_loader_of_which_all_is_needed_makes_its_own_batches():
+    loader = DataLoader(Counted(320), batch_size=32)
+    assert numbers_of(read(loader, 32).calls) == list(range(320))
+
+
+def test_batches_that_hold_more_than_the_first_one_do_not_end_reading_early():
+    def collated(items):
+        rows = torch.stack([row for row, _ in items])
+        return rows if 0 in rows[:, 0] else rows.repeat(20, 1)
+
+    found = numbers_of(read(DataLoader(Counted(), batch_size=2, collate_fn=collated)).calls)
+    assert max(found) > 1900
+    assert len({number * CLASSES // 2000 for number in found}) == CLASSES
+
+
+def test_a_state_is_seen_as_the_order_of_a_loader_leaves_it():
+    weight = torch.ones(8, 8)
+
+    def forward(self, x):
+        y = nn.functional.linear(self.mean + 0 * x, weight)
+        self.mean.mul_(0.9).add_(0.1 * x)
+        return y
+
+    frames = 10 * torch.sin(torch.arange(1000.0) / 1000 * 6.3)[:, None].expand(-1, 8)
+    program = tsopt.capture(Net(forward, mean=torch.zeros(1, 8)), frames[:1])
+    (value,) = readers_of_integers(layers_of(program))
+
+    def seen(data):
+        calls = read_calibration(data, program.signature, as_example(frames[:1])).observed
+        found = observe(program, [flat_inputs(program, call) for call in calls], [value], lambda text: None)
+        return found[value.name].low, found[value.name].high
+
+    assert seen(DataLoader(frames, batch_size=1)) == seen(list(frames.split(1)))
+    assert seen(DataLoader(frames, batch_size=1))[1] > 7
+
+
+class BrokenItem(Counted):
+    """The code that reads one of its items has an error."""
+
+    def __init__(self, count, broken):
+        super().__init__(count)
+        self.broken = broken
+
+    def __getitem__(self, number):
+        return super().__getitem__([][0] if number in self.broken else number)
+
+
+# Of 1000, those that are read first are 0, 618, 236, 854, ...
+@pytest.mark.parametrize(("count", "broken"), [(1000, {236}), (1000, {854}), (100, {50}), (100, {98})])
+@pytest.mark.parametrize("wrapped", [lambda data: data, lambda data: DataLoader(data, batch_size=8)])
+def test_an_item_that_raises_an_index_error_is_not_the_end(count, broken, wrapped):
+    with pytest.raises(UsageError, match=f"calibration raises IndexError at item {min(broken)}"):
+        read(wrapped(BrokenItem(count, broken)))
+
+
+def test_an_index_error_of_a_collating_function_is_not_the_end():
+    def collated(items):
+        return [][0]
+
+    with pytest.raises(UsageError, match="calibration raises IndexError after 0 items"):
+        read(DataLoader(Counted(), batch_size=8, collate_fn=collated))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrong_length_is_found_and_said(workers):
+    data = TooLong()
+    found = read(data)
+    assert "the length of the data is 4000, but only 2000 items can be read" in found.read
+    assert len({number * CLASSES // 2000 for number in numbers_of(found.calls)}) == CLASSES
+    assert len(data.asked) < MOST + 15
+    found = read(DataLoader(TooLong(), batch_size=8, num_workers=workers))
+    assert "the length of the data is 4000, but only 2000 items can be read" in found.read
+    assert len({number * CLASSES // 2000 for number in numbers_of(found.calls)}) == CLASSES
+    rest = read(DataLoader(TooLong(95), batch_size=8, num_workers=workers), 8)
+    assert sorted(numbers_of(rest.calls)) == sorted(set(numbers_of(rest.calls))), "no row twice"
+    assert len(rest.calls) == 11
+
+
+def test_a_dataset_without_a_readable_item_is_refused():
+    for wrapped in (BrokenItem(300, range(300)), DataLoader(BrokenItem(300, range(300)), batch_size=8)):
+        with pytest.raises(UsageError, match="calibration raises IndexError at item 0"):
+            read(wrapped)

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tsopt.compiler.calls.calibration_again import owned
 from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
 from tsopt.compiler.calls.calibration_forms import Placed, Unlike, named_parts, ways_to_read
-from tsopt.compiler.calls.calibration_order import Unreadable, halves, in_turn, spread, spread_out
+from tsopt.compiler.calls.calibration_kept import MOST, Kept, most_like
+from tsopt.compiler.calls.calibration_order import (
+    Item,
+    Measure,
+    Unreadable,
+    halves,
+    in_turn,
+    spread,
+    spread_out,
+)
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.calls.structure import unflatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
 
-MOST = 128  # calls; more hardly change the ranges
 MEASURED = 8  # calls that the loss of each layer is measured on
 CHOOSING = 8  # calls that each choice of layers is tried on
 JUDGING = 16  # calls that candidates are judged by, at least, before any are left to the choice of layers alone
@@ -93,9 +101,13 @@ def called_on_data(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def read_calibration(
-    data: Any, signature: Signature, example: Example, progress: Callable[[str], None] = lambda text: None
+    data: Any,
+    signature: Signature,
+    example: Example,
+    progress: Callable[[str], None] = lambda text: None,
+    end: float = math.inf,
 ) -> Calibration:
-    """Reads calibration data, as much of it as is needed.
+    """Reads calibration data, as much of it as is needed, and as memory and time allow.
 
     Batches of other sizes are split or concatenated along the first axis. What the data draws (each loop over a
     DataLoader draws a seed) leaves the random state as it was.
@@ -105,26 +117,28 @@ def read_calibration(
             path.
         signature: of the captured program.
         example: a call of it.
+        end: when reading should be over, by the monotonic clock; a few inputs are read in any case.
 
     Raises:
         UsageError: there is none, it cannot be read, does not fit the signature, or holds NaN.
     """
-    reader = _Reader(signature, example)
-    found: list[tuple[int, int, Example]] = []
-    spare: list[tuple[int, int, Example]] = []  # where items hold many calls: more of them than their share
+    reader, kept, limit = _Reader(signature, example), Kept(end), ""
     with random_state_kept():
-        for number, item, share in _items(data, lambda item: _calls_in(item, signature, example)):
-            for place, (row, call) in enumerate(spread_out([*enumerate(reader.calls(item, number, MOST))])):
-                kept = found if place < share else spare
-                if len(kept) < MOST:
-                    # Copies: a loader may fill the same memory with the next item.
-                    made = Example(*owned((call.args, call.kwargs)))
-                    kept.append((number, row, made if signature.aliasing else made.apart()))
-            progress(f"{len(found)} inputs")
-            if len(found) >= MOST:
+        for item in _items(data, lambda item: _measured(item, signature, example), end, reader.notes):
+            made = spread_out([*enumerate(reader.calls(item.value, item.places[0], MOST))])
+            for position, (row, call) in enumerate(made):
+                is_spare = position >= item.share  # where items hold many calls
+                if not kept.has_room(is_spare):
+                    break
+                # Copies: a loader may fill the same memory with the next item.
+                own = Example(*owned((call.args, call.kwargs)))
+                own = own if signature.aliasing else own.apart()
+                kept.add((item.place_of(row, len(made)), row), own, is_spare)
+            progress(f"{kept.shares} inputs")
+            if kept.is_enough:
+                limit = kept.why_no_more()
                 break
-    # In the order of the data, in which a state goes on.
-    calls = [call for *_, call in sorted(found + spare[: MOST - len(found)], key=itemgetter(0, 1))]
+    calls = kept.in_order()
     have = len(reader.waiting[0]) if reader.waiting else 0
     if not calls and reader.waiting:
         size = signature.user_inputs[0].type.shape[0]
@@ -136,7 +150,8 @@ def read_calibration(
     if not calls:
         raise UsageError("calibration is empty", why="it holds no input", fix=FORMS)
     left = [f"{counted(have, 'row')} left over"] if have and len(calls) < MOST else []
-    return Calibration(tuple(calls), "; ".join((counted(len(calls), "input"), *reader.notes, *left)))
+    said = (counted(len(calls), "input"), limit, *reader.notes, *left)
+    return Calibration(tuple(calls), "; ".join(filter(None, said)))
 
 
 def counted(count: int, what: str) -> str:
@@ -144,48 +159,26 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def readable_again(data: Any) -> Any:
-    """Calibration data for several runs: copies of a generator's items, as many as are needed; anything else as it is.
-
-    Raises:
-        UsageError: the generator raises.
-    """
-    if not isinstance(data, Iterator):
-        return data
-    with random_state_kept():
-        return [owned(item) for _, item, _ in itertools.islice(_items(data, lambda item: 1), MOST)]
-
-
-def owned(value: Any) -> Any:
-    """A nesting of tensors and arrays with the same values in memory of its own."""
-    leaves, structure = flatten(value)
-    return unflatten(structure, [_copy_of(leaf) for leaf in leaves])
-
-
-def _copy_of(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy(leaf)
-
-
-def _calls_in(item: Any, signature: Signature, example: Example) -> float:
-    """How many calls an item yields, up to MOST; less than one where it is only a part of one."""
+def _measured(item: Any, signature: Signature, example: Example) -> tuple[float, int]:
+    """How many calls an item yields, up to MOST, or which part of one; and how many like these are needed."""
     reader = _Reader(signature, example)
-    whole = len(list(reader.calls(item, 0, MOST)))
-    return whole + (len(reader.waiting[0]) / signature.user_inputs[0].type.shape[0] if reader.waiting else 0)
+    made = list(reader.calls(item, 0, MOST))
+    part = len(reader.waiting[0]) / signature.user_inputs[0].type.shape[0] if reader.waiting else 0
+    return len(made) + part, most_like(made[0] if made else example)
 
 
-def _items(data: Any, calls_in: Callable[[Any], float]) -> Iterator[tuple[int, Any, int]]:
-    """The items, each with its number and how many calls to take of it; an error of the data names its place."""
+def _items(data: Any, measure: Measure, end: float, notes: list[str]) -> Iterator[Item]:
+    """The items, as `in_turn` reads them, or of files; an error of the data names its place."""
     if isinstance(data, (str, Path)):
-        yield from ((number, item, MOST) for number, item in enumerate(from_files(Path(data))))
+        yield from (Item((number,), item) for number, item in enumerate(from_files(Path(data))))
         return
     is_dataset = not isinstance(data, Iterable) and hasattr(type(data), "__getitem__")
     if isinstance(data, (torch.Tensor, Example, Mapping)) or not (is_dataset or isinstance(data, Iterable)):
         raise UsageError(f"calibration is a {type(data).__name__}, not a collection of inputs", fix=FORMS)
     count = 0
     try:
-        items, share = in_turn(data, MOST, calls_in)
-        for number, item in items:
-            yield number, item, share
+        for item in in_turn(data, measure, end, notes):
+            yield item
             count += 1
     except UsageError:
         raise

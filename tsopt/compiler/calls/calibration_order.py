@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import compress, islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 T = TypeVar("T")
+Measure = Callable[[Any], tuple[float, int]]  # how many calls an item holds, a fraction for a part of one; how many do
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill the range from 0 to 1 evenly, and never fall into a period
 FEWEST = 8  # items that are read where there are as many, although fewer may hold enough calls
 
@@ -56,21 +58,40 @@ class Unreadable(Exception):
     error: Exception
 
 
-def in_turn(data: Any, most: int, calls_in: Callable[[Any], float]) -> tuple[Iterable[tuple[int, Any]], int]:
-    """The items, each with its number, and how many calls to take of each, so that they are not of a few items only.
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is read at once: an item of a sequence, or a batch.
 
-    Of a known length (a sequence, a Dataset, or that behind a DataLoader that keeps its order), every beginning of the
-    items is spread over all of them; others are read in their order.
+    Attributes:
+        places: in the order of the data, of each part that it was made from.
+        share: how many calls to take of it, so that they are not of a few items only.
+    """
+
+    places: Sequence[int]
+    value: Any
+    share: float = math.inf
+
+    def place_of(self, call: int, count: int) -> int:
+        """Where one of the calls that it holds is in the order of the data."""
+        return self.places[call * len(self.places) // count]
+
+
+def in_turn(data: Any, measure: Measure, end: float, notes: list[str]) -> Iterator[Item]:
+    """The items of calibration data.
+
+    Of a known length (a sequence, a Dataset, or that behind a DataLoader that keeps its order), those that are read
+    are spread over all of them; others are read in their order.
 
     Args:
-        most: how many calls are needed.
-        calls_in: how many an item holds, a fraction for a part of one.
+        measure: how many calls an item holds, and how many calls of this size are needed.
+        end: when reading should be over, by the monotonic clock.
+        notes: gets what is wrong with the data, for the report.
     """
     if _keeps_order(data):
-        return _by_batches(data, most), most
+        return _Batches(data, notes).read(measure, end)
     if (length := _length_of(data)) is not None:
-        return _by_number(data, length, most, calls_in), math.ceil(most / max(1, min(FEWEST, length)))
-    return enumerate(data), most
+        return _by_number(data, length, measure, end, notes)
+    return (Item((number,), item) for number, item in enumerate(data))
 
 
 def _length_of(data: Any) -> int | None:
@@ -91,32 +112,68 @@ def _length_of(data: Any) -> int | None:
         return None
 
 
-def _by_number(data: Any, length: int, most: int, calls_in: Callable[[Any], float]) -> Iterator[tuple[int, Any]]:
+def _by_number(data: Any, length: int, measure: Measure, end: float, notes: list[str]) -> Iterator[Item]:
     if not length:
         return
+    start = time.monotonic()
     try:
         first = data[0]
     except Exception as error:
         raise Unreadable(0, error) from error
-    yield 0, first
-    all_are_needed = length * calls_in(first) <= most
+    pace = time.monotonic() - start
+    calls, needed = measure(first)
+    share = math.ceil(needed / max(1, min(FEWEST, length)))
+    yield Item((0,), first, share)
     read = {0}
-    # If its length is wrong, then as Python iterates over a sequence: up to the first number that it does not have.
-    for numbers in (range(length) if all_are_needed else scattered(length)), range(length):
-        for number, item in _up_to_a_missing_one(data, (number for number in numbers if number not in read)):
+    while True:
+        # Parts of calls belong to their neighbours. Where reading may end early, its beginning has to be spread.
+        takes_all = length * calls <= needed and time.monotonic() + length * pace <= end
+        for number in range(length) if takes_all else scattered(length):
+            if number in read:
+                continue
+            try:
+                item = data[number]
+            except IndexError as error:
+                length = _real_length(data, length, max(read), number, error, notes)
+                break
+            except Exception as error:
+                raise Unreadable(number, error) from error
             read.add(number)
-            yield number, item
-
-
-def _up_to_a_missing_one(data: Any, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    for number in numbers:
-        try:
-            item = data[number]
-        except IndexError:
+            yield Item((number,), item, share)
+        else:
             return
-        except Exception as error:
-            raise Unreadable(number, error) from error
-        yield number, item
+
+
+def _real_length(data: Any, length: int, last: int, missing: int, error: Exception, notes: list[str]) -> int:
+    """How many items there are, where the length of the data is wrong: not the last one can be read either.
+
+    Args:
+        last: the largest number that was read.
+        missing: a number for which the data raises an IndexError.
+
+    Raises:
+        Unreadable: the length is right, and an item is broken.
+    """
+    if missing < last or _is_there(data, length - 1):
+        raise Unreadable(missing, error) from error
+    there, end = last, missing
+    while end - there > 1:
+        middle = (there + end) // 2
+        there, end = (middle, end) if _is_there(data, middle) else (there, middle)
+    if not end:
+        raise Unreadable(missing, error) from error
+    notes.append(f"the length of the data is {length}, but only {end} items can be read")
+    return end
+
+
+def _is_there(data: Any, number: int) -> bool:
+    try:
+        data[number]
+    except IndexError:
+        return False
+    except Exception:  # it is there, and broken
+        return True
+    return True
 
 
 def _keeps_order(data: Any) -> bool:
@@ -129,22 +186,62 @@ def _keeps_order(data: Any) -> bool:
     )
 
 
-def _by_batches(loader: DataLoader[Any], most: int) -> Iterator[tuple[int, Any]]:
-    """Batches as a DataLoader makes them, of rows from all of its dataset."""
-    count = len(loader.sampler)  # type: ignore[arg-type]
-    if count <= most:
-        yield from enumerate(loader)
-        return
-    options = {
-        name: getattr(loader, name)
-        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-    }
-    options |= {name: getattr(loader, name) for name in ("multiprocessing_context", "generator", "drop_last")}
-    number = -1
-    try:
-        for number, item in enumerate(
-            DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=scattered(count), **options)
-        ):
-            yield number, item
-    except IndexError:  # its length is wrong: in its order
-        yield from enumerate(loader, number + 1)
+class _Batches:
+    """Batches as a DataLoader makes them, of rows from all of its dataset, in their order."""
+
+    def __init__(self, loader: DataLoader[Any], notes: list[str]) -> None:
+        self._loader, self._notes = loader, notes
+        self._size, self._count = loader.batch_size or 1, len(loader.sampler)  # type: ignore[arg-type]
+        self._order = scattered(self._count)
+        self._read: set[int] = set()
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+        self._options = {
+            name: getattr(loader, name) for name in (*names, "multiprocessing_context", "generator", "drop_last")
+        }
+
+    def read(self, measure: Measure, end: float) -> Iterator[Item]:
+        """The batches. The first one tells how many are needed, and how long they take."""
+        start, done = time.monotonic(), 0
+        share, needed = 1, 0  # calls of a batch; batches
+        rows: Sequence[int] = self._rows(1)
+        while rows:
+            for places, batch in self._made_of(rows):
+                if not needed:
+                    calls, wanted = measure(batch)
+                    share, needed = math.ceil(calls), math.ceil(wanted / calls) if calls else self._count
+                    pace = (time.monotonic() - start) * self._count / self._size
+                    if needed * self._size >= self._count and time.monotonic() + pace <= end:
+                        self._order = iter(range(self._count))  # all of them, just as the loader makes them
+                        break
+                done += 1
+                self._read.update(places)
+                yield Item(places, batch, share)
+            more = needed - done if needed > done else max(done, 1)
+            spent = time.monotonic() - start
+            if done and spent and end < math.inf:
+                more = min(more, max(1, int((end - start - spent) * done / spent)))
+            rows = self._rows(more)
+
+    def _rows(self, batches: int) -> list[int]:
+        """The next rows for so many batches."""
+        return sorted(islice(self._order, batches * self._size))
+
+    def _made_of(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Any]]:
+        """Batches of these rows, up to one that the dataset lacks; then the order goes on with the rows that it has."""
+        loader = self._loader
+        batches = iter(DataLoader(loader.dataset, batch_size=self._size, sampler=rows, **self._options))
+        for start in range(0, len(rows), self._size):
+            places = rows[start : start + self._size]
+            try:
+                batch = next(batches, None)
+            except IndexError as error:
+                missing = next((number for number in places if not _is_there(loader.dataset, number)), None)
+                if missing is None:  # it is raised by the function that makes batches
+                    raise
+                last = max(self._read, default=-1)
+                self._count = _real_length(loader.dataset, self._count, last, missing, error, self._notes)
+                self._order = (number for number in scattered(self._count) if number not in self._read)
+                return
+            if batch is None:  # the rest is dropped
+                return
+            yield places, batch
