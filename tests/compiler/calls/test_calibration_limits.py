@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.compiler.calls.calibrated import first, read, rows
-from tsopt.compiler.calls import calibration_kept
+from tsopt.compiler.calls import calibration_again, calibration_kept
+from tsopt.compiler.calls.calibration_again import readable_again
 from tsopt.compiler.calls.calibration_kept import LEAST, MOST
+from tsopt.errors import UsageError
 
 ROW = 12  # bytes
 LATE = "; more would take too long for the budget"
@@ -98,3 +101,47 @@ def test_of_large_items_not_more_is_kept_than_memory_allows(monkeypatch):
     assert len(found.calls) == 40
     assert len({int(x[0, 0]) // 1500 for x in first(found)}) == 8
     assert len(read([rows(500)], size=1).calls) == 40
+
+
+def test_of_an_iterator_only_so_much_is_read_as_a_run_asks_for():
+    taken = []
+
+    def batches():
+        for number in range(1000):
+            taken.append(number)
+            yield rows(100, number)
+
+    data = readable_again(batches())
+    assert not taken
+    found = read(data, size=1)
+    assert len(taken) == 2
+    assert torch.equal(torch.cat(first(read(data, size=1))), torch.cat(first(found)))
+    assert len(taken) == 2
+    assert len(read(data, size=20).calls) == MOST
+    assert len(taken) == 26
+
+
+def test_an_iterator_of_rows_serves_large_batches():
+    data = readable_again(iter(rows(20_000).split(1)))
+    assert len(read(data, size=128).calls) == MOST
+    assert len(read(data, size=1).calls) == MOST
+
+
+def test_what_an_iterator_raises_is_for_each_run():
+    def broken():
+        yield rows(2)
+        raise RuntimeError("the disk is gone")
+
+    data = readable_again(broken())
+    for _ in range(2):
+        with pytest.raises(UsageError, match="calibration raises RuntimeError after 1 item"):
+            read(data)
+
+
+def test_of_an_iterator_another_process_gets_what_it_probably_needs(monkeypatch):
+    data = readable_again(iter(rows(1000).split(1)))
+    assert len(pickle.loads(pickle.dumps(data))) == MOST
+    read(data, size=2)
+    assert len(pickle.loads(pickle.dumps(data))) == 2 * MOST, "what has been read"
+    monkeypatch.setattr(calibration_again, "LARGEST", 30 * ROW)
+    assert len(pickle.loads(pickle.dumps(readable_again(iter(rows(1000).split(1)))))) == 30

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.calibration_kept import MOST
+from tsopt.compiler.calls.calibration_kept import LARGEST, MOST
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.random_state import random_state_kept
 
 
 def readable_again(data: Any) -> Any:
-    """Calibration data for several runs: copies of an iterator's items; anything else as it is."""
-    if not isinstance(data, Iterator):
-        return data
-    with random_state_kept():
-        return [owned(item) for item in itertools.islice(data, MOST)]
+    """Calibration data for several runs: an iterator behind copies of its items; anything else as it is."""
+    return Replayed(data) if isinstance(data, Iterator) else data
 
 
 def owned(value: Any) -> Any:
@@ -30,3 +28,43 @@ def owned(value: Any) -> Any:
 
 def _copy_of(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy(leaf)
+
+
+class Replayed(Iterable[Any]):
+    """The items of an iterator, which is read only as far as some run has asked, for others to read them again."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._copies: list[Any] = []
+        self._end: Exception | None = None  # by which it ended: an error is for each run, which would miss the rest
+        self._lock = threading.RLock()
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            if not self._has(number):
+                return
+            yield self._copies[number]
+
+    def _has(self, number: int) -> bool:
+        """Whether there is such an item, which is read if it was not yet."""
+        with self._lock:
+            while number >= len(self._copies) and self._end is None:
+                try:
+                    self._copies.append(owned(next(self._source)))
+                except Exception as error:
+                    self._end = error
+            if number < len(self._copies):
+                return True
+            if isinstance(self._end, StopIteration):
+                return False
+            raise self._end  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process, a list of what has been read, and of what is probably needed there."""
+        size = 0
+        with random_state_kept():
+            for item in itertools.islice(self, MOST):
+                size += sum(leaf.nbytes for leaf in flatten(item)[0] if hasattr(leaf, "nbytes"))
+                if size >= LARGEST:
+                    break
+        return list, (self._copies.copy(),)
