@@ -9,7 +9,7 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import mlp, seeded
+from tests.passes.quantize.models import calibrated_pass, mlp, seeded
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics
@@ -205,6 +205,117 @@ def test_other_readers_of_a_weight_keep_it():
     _, after, factors = smoothed(model, x)
     assert factors
     assert close(after, model, x)
+
+
+# ---- weights that several layers read ----------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """One block, called again and again. Outlier channels are in its norm, and between its layers."""
+
+    def __init__(self, between=F.relu, times=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.between, self.times = between, times
+        with torch.no_grad():
+            self.norm.weight[3] = 100.0
+            self.up.bias[5] = 500.0
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = x + self.down(self.between(self.up(self.norm(x))))
+        return x
+
+
+def matrices(program):
+    return [weight for weight in program.weights.values() if weight.dim() == 2]
+
+
+@pytest.mark.parametrize("between", [F.relu, F.gelu])
+def test_a_block_that_is_called_many_times_has_its_weights_once(between):
+    model, x = Repeated(between).eval(), rows()
+    before, after, factors = smoothed(model, x)
+    assert len(factors) == 8, "the inputs of two layers, four times"
+    assert len({id(shared) for shared in factors.values()}) == 2
+    assert len(matrices(after)) == len(matrices(before)) == 2
+    assert len(list(after.calls())) == len(list(before.calls())) + (0 if between is F.relu else 4)
+    assert close(after, model, x)
+
+
+def test_a_block_that_is_called_many_times_has_its_integers_once():
+    model, x = Repeated().eval(), rows()
+    _, after, _ = smoothed(model, x)
+    program, _ = run(after, (calibrated_pass(after, [(x,)]),), Limits(Numerics.LOSSY))
+    assert [weight.dtype for weight in matrices(program)] == [torch.int8, torch.int8]
+
+
+def test_values_that_one_weight_is_multiplied_with_have_factors_for_the_outliers_of_both():
+    model = Net(lambda self, x: F.linear(x * SCALES, W) + F.linear(x * SCALES.flip(0), W))
+    x = rows()
+    _, after, factors = smoothed(model, x)
+    first, second = factors.values()
+    assert first is second
+    assert set(first.topk(2).indices.tolist()) == {5, SIZE - 1 - 5}
+    assert len(matrices(after)) == 1
+    assert close(after, model, x)
+
+
+def test_values_are_together_where_a_third_one_shares_weights_with_both():
+    weights = [torch.randn(8, SIZE, generator=seeded(seed)) for seed in range(3)]
+
+    def forward(self, x):
+        a, b, c = (value * SCALES for value in (x, x.sin(), x.cos()))
+        return F.linear(a, weights[0]), F.linear(b, weights[1]), F.linear(c, weights[0]), F.linear(c, weights[1])
+
+    _, after, factors = smoothed(Net(forward), rows())
+    assert len(factors) == 3
+    assert len({id(shared) for shared in factors.values()}) == 1
+    assert len(matrices(after)) == 2
+
+
+def test_values_without_a_weight_in_common_have_factors_of_their_own():
+    other = torch.randn(8, SIZE, generator=seeded(2))
+    model = Net(lambda self, x: F.linear(x * SCALES, W) + F.linear(x * SCALES.flip(0), other))
+    _, _, factors = smoothed(model, rows())
+    assert [int(found.argmax()) for found in factors.values()] == [5, SIZE - 1 - 5]
+
+
+def test_a_value_that_is_not_finite_does_not_keep_others_with_its_weight_from_factors():
+    def forward(self, x):
+        return F.linear(x * SCALES, W) + F.linear(x * SCALES / 0.0, W)
+
+    _, after, factors = smoothed(Net(forward), rows())
+    assert len(factors) == 1
+    assert len(matrices(after)) == 2, "the weight as it was, too"
+
+
+def test_a_layer_in_front_of_different_layers_is_not_copied():
+    """Divided by the factors of each of them, it would be there twice."""
+    model = two_layers(nn.ReLU())
+    others = [torch.randn(8, SIZE, generator=seeded(seed)) for seed in (2, 3)]
+    others[1][:, 7] *= 100  # so that its factors are others
+
+    def forward(self, x):
+        return F.linear(model[0](x).relu(), others[0]), F.linear(model[0](x.sin()).relu(), others[1])
+
+    x = rows()
+    before, after, factors = smoothed(Net(forward), x)
+    assert len({id(found) for found in factors.values()}) == 2
+    assert len(matrices(after)) == 3
+    assert len(list(after.calls())) == len(list(before.calls())) + 2
+    with torch.no_grad():
+        for found, wanted in zip(after.module()(x), forward(None, x), strict=True):
+            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_layer_whose_weight_is_read_elsewhere_is_not_divided():
+    model, x = two_layers(nn.ReLU()), rows()
+    net = Net(lambda self, x: (model(x), model[0].weight.sum()))
+    before, after, factors = smoothed(net, x)
+    assert len(factors) == 1
+    assert len(matrices(after)) == 2
+    assert len(list(after.calls())) == len(list(before.calls())) + 1
 
 
 def test_layers_that_are_not_named_keep_their_input():
