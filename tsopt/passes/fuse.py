@@ -14,6 +14,7 @@ from torch import fx
 from tsopt.compiler.analysis.large_terms import absorbs
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.match import same
 from tsopt.compiler.rewriting.rewrite import Site, Skip, rule
 from tsopt.passes.constants import ABSORBS
 
@@ -54,7 +55,7 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     wide = torch.promote_types(weight.dtype, torch.float32)
     factor = scale.to(wide)
     is_scaled = bool((factor != 1).any())
-    is_copied = is_scaled and len(arguments["weight"].users) > 1
+    is_copied = is_scaled and not all(_is_alike(at.root, layer, other) for other in arguments["weight"].users)
     if is_copied and weight.nbytes > MEMORY:
         return at.skip(NO_MEMORY)
     new = _scaled(layer, weight, factor).to(weight.dtype) if is_scaled else weight
@@ -83,6 +84,27 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
     target: Any = layer.target
     return at.call(target, *arguments.values())
+
+
+def _is_alike(root: fx.Node, layer: fx.Node, other: fx.Node) -> bool:
+    """Whether another reader of a layer's weight is such a layer, and has only what the root does behind it.
+
+    Then both become one layer with one folded weight, and neither of them reads the old one.
+    """
+    if other is layer:
+        return True
+    if other.target is not layer.target or len(other.users) != 1:
+        return False
+    (behind,) = other.users
+    mine, theirs = layer.meta["val"], other.meta["val"]
+    is_same_layer = mine.dim() == theirs.dim() and _same_call(layer, bind(layer)["input"], other, bind(other)["input"])
+    return is_same_layer and behind.target is root.target and _same_call(root, layer, behind, other)
+
+
+def _same_call(first: fx.Node, its: object, second: fx.Node, others: object) -> bool:
+    """Whether two calls of an op have the same arguments, but for what each of them is applied to."""
+    mine, theirs = bind(first), bind(second)
+    return all((mine[key] is its and theirs[key] is others) or same(mine[key], theirs[key]) for key in mine)
 
 
 def _scaled(layer: fx.Node, weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
