@@ -83,7 +83,7 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
         return at.skip(NO_MEMORY)
     arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
     target: Any = layer.target
-    return at.call(target, *arguments.values())
+    return at.call_from(layer, target, *arguments.values())
 
 
 def _is_alike(root: fx.Node, layer: fx.Node, other: fx.Node) -> bool:

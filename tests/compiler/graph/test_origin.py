@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import tsopt
-from tsopt.compiler.graph.origin import comment_on, origins_of, rule_of
+from tsopt.compiler.graph.ops import bind
+from tsopt.compiler.graph.origin import comment_on, module_of, origin_of, origins_of, rule_of
+from tsopt.compiler.graph.quantized import DIMENSIONS
 from tsopt.compiler.graph.serialize import read_program, write_program
 
 X = torch.randn(1, 3, 8, 8)
@@ -69,6 +72,49 @@ def test_a_call_that_two_places_share_has_both_origins_and_no_rule():
 
     (node,) = [node for node in optimized(Twice()).graph.nodes if "softplus" in node.name]
     assert (modules(node), rule_of(node)) == (["first", "second"], "")
+
+
+class Twins(nn.Module):
+    """Two layers with equal weights, and something behind each of them."""
+
+    def __init__(self, make, behind):
+        super().__init__()
+        self.a, self.b = make(), make()
+        self.b.load_state_dict(self.a.state_dict())
+        self.behind = behind
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.shift = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x):
+        ends = {
+            "norms": (self.first, self.second),
+            "factors": (lambda y: y * 0.5, lambda y: y * 0.5),
+            "terms": (lambda y: y * 0.5 + self.shift[0], lambda y: y * 0.5 + self.shift[1]),
+            "sizes": (lambda y: y.reshape(5, 1, 3) * 0.5, lambda y: y.reshape(1, 5, 3) * 0.5),
+        }
+        first, second = ends[self.behind]
+        return second(self.b(first(self.a(x)).sin().reshape(x.shape)))
+
+
+TWINS = {
+    "norms": (lambda: nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)),
+    "factors": (lambda: nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)),
+    "terms": (lambda: nn.Linear(3, 3, bias=False), torch.randn(5, 3)),
+    "sizes": (lambda: nn.Linear(3, 3), torch.randn(5, 3)),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("behind", TWINS)
+def test_a_layer_keeps_its_name_and_its_line_whatever_goes_into_it(behind, inside):
+    """The second one has the weight of the first, which has the name of the first."""
+    make, x = TWINS[behind]
+    model = nn.Sequential(Twins(make, behind)) if inside else Twins(make, behind)
+    layers = [node for node in optimized(model, x).calls() if node.target in DIMENSIONS]
+    assert len({str(bind(layer)["weight"].target) for layer in layers}) == 1
+    paths = ["0.a", "0.b"] if inside else ["a", "b"]
+    assert list(map(module_of, layers)) == paths
+    assert [origin_of(layer).partition(",")[0] for layer in layers] == paths
 
 
 def test_a_pass_without_rules_is_what_made_its_values():

@@ -53,11 +53,16 @@ def origins_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the module that owns the weight of a call, or else of the call; the name of its value without any."""
+    """The path of the module that owns the weight of a call, or else of the call; the name of its value without any.
+
+    A weight that rules have made for several layers is named after the first of them; what the path of another one has
+    in common with that name is a module around both.
+    """
     weight = ops.bind(node).get("weight")
     name = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
-    own = [path for path in paths_of(node) if name.startswith(f"{path}.")]
-    return max(own, key=len, default=node.meta.get("module") or node.name)
+    module: str = node.meta.get("module") or node.name
+    owner = max((path for path in paths_of(node) if name.startswith(f"{path}.")), key=len, default=module)
+    return module if module.startswith(f"{owner}.") else owner
 
 
 def paths_of(node: fx.Node) -> list[str]:

@@ -102,7 +102,11 @@ class Site:
 
     def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Creates a typed call, with the origin of the root."""
-        node = new_call(self.program, self.root, self.root, target, args, kwargs)
+        return self.call_from(self.root, target, *args, **kwargs)
+
+    def call_from(self, origin: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """Creates a typed call with the origin of a value: of the layer that it still is, not of what goes into it."""
+        node = new_call(self.program, self.root, origin, target, args, kwargs)
         self.created.append(node)
         return node
 

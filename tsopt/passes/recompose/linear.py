@@ -54,7 +54,8 @@ def linear_bias(at, x, w, b):
     bias = parameter(at, b, at.type(w).shape[:1], x)
     if bias is not None and absorbs(at.value(bias), x.meta["val"].dtype):
         return at.skip(ABSORBS)
-    made = None if bias is None else at.call(aten.linear.default, x, w, bias)
+    layer = next(item for item in at.root.args if item is not b)
+    made = None if bias is None else at.call_from(layer, aten.linear.default, x, w, bias)
     return made if at.same_type(made) else None
 
 
@@ -71,7 +72,7 @@ def reshape_linear(at, x, s, w, b, t):
     matrix = at.type(w).shape
     if at.type(x).shape[-1:] != matrix[1:]:
         return None
-    made = at.call(aten.linear.default, x, w, b)
+    made = at.call_from(at.root.args[0], aten.linear.default, x, w, b)
     return made if at.same_type(made) else None
 
 
