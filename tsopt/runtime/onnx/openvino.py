@@ -107,13 +107,13 @@ class OpenVinoBackend:
         from tsopt.compiler.sizes.generalize import through
         from tsopt.runtime.onnx.export import to_onnx
         from tsopt.runtime.onnx.infinities import POOLING, REDUCTIONS, with_infinities
-        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations, with_layers_apart
+        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations, with_kept_axes, with_layers_apart
         from tsopt.runtime.onnx.openvino_rounding import with_exact_halves
         from tsopt.runtime.onnx.openvino_sums import with_sums_apart
 
         def lowered(program: Program) -> Program:
             made = with_sums_apart(with_exact_halves(program))
-            made = with_layers_apart(with_fused_activations(made))
+            made = with_layers_apart(with_kept_axes(with_fused_activations(made)))
             return with_infinities(made, {**POOLING, **REDUCTIONS})
 
         return to_onnx(through(program, lowered))

@@ -10,6 +10,9 @@ values are multiplied by, or that is added to them, before they are rounded.
 
 What is rounded behind a concatenation, OpenVINO rounds before it, each part with a scale of its own. Where the parts
 are rows of sequences, as a class token and patches are, it then refuses the model.
+
+The mean of rows, and any other reduction of them, is computed together with a vector that multiplies it and with the
+rounding after that. Where the axis is gone, it reads the vector at other places.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ ROUNDING = (
     *(quantized.quantize_per_tensor.default, aten.fake_quantize_per_tensor_affine.default),
     aten.fake_quantize_per_tensor_affine.tensor_qparams,
     *BY_CHANNEL,
+)
+
+
+REDUCING = (
+    *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int),
+    aten.linalg_vector_norm.default,
 )
 
 
@@ -67,6 +76,24 @@ def with_layers_apart(program: Program) -> Program:
         if node.target in ROUNDING and (_follows_a_vector(node) or _joins_rows(node.all_input_nodes[0])):
             x = node.all_input_nodes[0]
             node.replace_input_with(x, new_call(made, node, x, aten.leaky_relu.default, (x, 1.0), {}))
+    return made
+
+
+def with_kept_axes(program: Program) -> Program:
+    """A copy in which reductions over the rows of sequences keep the axis, which is taken away after them."""
+    made = program.copy()
+    if not any(node.target in ROUNDING for node in made.calls()):
+        return made
+    for node in list(made.calls()):
+        if node.target not in REDUCING or node.meta["val"].dim() != 2 or node.all_input_nodes[0].meta["val"].dim() != 3:
+            continue
+        call = ops.bind(node)
+        if call["dim"] in (1, -2, [1], [-2]):
+            rows, *_ = node.args
+            options = {name: value for name, value in call.items() if value is not rows} | {"keepdim": True}
+            kept = new_call(made, node, node, node.target, (rows,), options)
+            node.replace_all_uses_with(new_call(made, node, node, aten.squeeze.dim, (kept, 1), {}))
+    erase_dead(made)
     return made
 
 
