@@ -84,6 +84,21 @@ def test_the_largest_example_is_traced_and_never_with_a_size_of_one():
     assert found.seen == {(0, 0): (1, 1), (0, 1): (1, 3)}
 
 
+@pytest.mark.parametrize(
+    ("calls", "axes", "shapes"),
+    [
+        ([example(X[:, :0], Y[:, :1])], {0: {1: Dim("past", 0)}, 1: {1: Dim("mask")}}, [(2, 2), (2, 3)]),
+        ([example(X[:, :1], Y[:, :2]), example(X[:, :0], Y[:, :1])], {0: {1: None}, 1: {1: None}}, [(2, 2), (2, 3)]),
+        ([example(X[:, :0], Y[:, :1])], {0: {1: Dim("past", 0)}, 1: {1: Dim("mask", 1, 2)}}, [(2, 2), (2, 2)]),
+        ([example(X[:1], Y)], {0: {0: Dim("batch")}, 1: {1: Dim("width")}}, [(2, 3), (2, 3)]),
+    ],
+)
+def test_sizes_that_grow_for_the_trace_stay_as_far_apart(calls, axes, shapes):
+    found = dynamic_of(calls, axes)
+    assert [tuple(tensor.shape) for tensor in found.trace.args] == shapes
+    assert found.traced == {(place, axis): shapes[place][axis] for place in axes for axis in axes[place]}
+
+
 def test_a_resized_call_repeats_its_values():
     made = resized(example(X, k=Y), {(0, 0): 3, (1, 1): 2})
     assert torch.equal(made.args[0], X[[0, 1, 0]])

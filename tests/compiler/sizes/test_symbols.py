@@ -292,3 +292,34 @@ def test_sizes_that_engines_would_round_otherwise_are_captured_one_by_one(count)
         tsopt.capture(model, [rows(64), rows(128)])
     assert not isinstance(error.value, tsopt.GraphBreakError), "it is one graph at one size"
     assert tsopt.compile(tsopt.capture(model, rows(100)), "eager")(rows(100)).shape == (count(100),)
+
+
+class Step(nn.Module):
+    """Attention of one more token, under a mask over the cache and itself."""
+
+    def forward(self, x, keys, mask):
+        keys = torch.cat([keys, x], 1)
+        if mask.shape[1] < keys.shape[1]:
+            raise ValueError("the mask is too short")
+        return (x @ keys.mT).masked_fill(~mask[:, None, : keys.shape[1]], -1e9).softmax(-1) @ keys
+
+
+def step(past):
+    return torch.randn(2, 1, 4), torch.randn(2, past, 4), torch.ones(2, past + 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("pasts", [(0, 5), (0, 1), (1, 0)])
+def test_an_empty_cache_is_in_the_range_of_one_that_has_grown(pasts):
+    model = Step()
+    program = tsopt.capture(model, [step(past) for past in pasts])
+    assert dims(program) == {"keys_1": (0, None, 1)}
+    run = tsopt.compile(program, "eager")
+    for past in (0, 1, 6):
+        call = step(past)
+        torch.testing.assert_close(run(*call), model(*call))
+
+
+@pytest.mark.parametrize("past", [0, 3])
+def test_a_range_from_zero_stays_where_another_size_is_one_larger(past):
+    wanted = {"keys": {1: "past[0..30]"}, "mask": {1: "covered[1..31]"}}
+    assert dims(tsopt.capture(Step(), step(past), dynamic=wanted)) == {"past": (0, 30, 1)}

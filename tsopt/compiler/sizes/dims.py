@@ -30,14 +30,27 @@ class Dynamic:
     Attributes:
         axes: which.
         trace: the call that it is traced with, all of these sizes at least 2.
+        traced: these sizes.
         seen: for each axis its size in each example.
         structure: of these calls, whose integers may go along with a size.
     """
 
     axes: Wanted
     trace: Example
+    traced: dict[Place, int]
     seen: dict[Place, tuple[int, ...]]
     structure: Structure
+
+    @property
+    def calls(self) -> list[dict[Place, int]]:
+        """The sizes of each example."""
+        count = len(next(iter(self.seen.values())))
+        return [{place: sizes[number] for place, sizes in self.seen.items()} for number in range(count)]
+
+    @property
+    def largest(self) -> int:
+        """Which of the examples is traced."""
+        return _largest(self.seen)
 
 
 def dim(text: str | Dim) -> Dim:
@@ -152,17 +165,45 @@ def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
     }
     for (position, axis), sizes in seen.items():
         given = axes[position][axis]
-        odd = next((size for size in sizes if given is not None and not given.admits(size)), None)
-        if given is not None and odd is not None:
+        if given is None:
+            continue
+        odd = next((size for size in sizes if not given.admits(size)), None)
+        if odd is not None:
             raise UsageError(
                 f"the example has {given.name} = {odd}, outside its range",
                 why=f"the range is {given}",
                 fix="use an example with a size in the range",
             )
-    sums = list(map(sum, zip(*seen.values(), strict=True)))
-    chosen = sums.index(max(sums))
-    wanted = {place: max(sizes[chosen], SMALLEST) for place, sizes in seen.items()}
-    return Dynamic(axes, resized(examples[chosen], wanted, structure), seen, structure)
+    chosen = _largest(seen)
+    traced = _enlarged(axes, seen, chosen)
+    return Dynamic(axes, resized(examples[chosen], traced, structure), traced, seen, structure)
+
+
+def _largest(seen: Mapping[Place, tuple[int, ...]]) -> int:
+    """Which of several examples has the largest sizes."""
+    totals = list(map(sum, zip(*seen.values(), strict=True)))
+    return totals.index(max(totals))
+
+
+def _enlarged(axes: Wanted, seen: Mapping[Place, tuple[int, ...]], chosen: int) -> dict[Place, int]:
+    """The sizes of one of the examples, all of them at least 2.
+
+    Those that are the same amount apart in all examples stay so: a model may ask for a mask that is one longer than
+    the cache.
+    """
+    together: dict[tuple[int, ...], list[Place]] = {}
+    for place, sizes in seen.items():
+        # Of sizes that never differ, only the small ones: images do not grow because their batch has to.
+        if len(set(sizes)) > 1 or sizes[chosen] < SMALLEST:
+            together.setdefault(tuple(size - sizes[0] for size in sizes), []).append(place)
+    found = {place: sizes[chosen] for place, sizes in seen.items()}
+    for places in together.values():
+        more = max(SMALLEST - min(found[place] for place in places), 0)
+        for position, axis in places:
+            size, given = found[position, axis], axes[position][axis]
+            fits = given is None or given.admits(size + more)
+            found[position, axis] = size + more if fits else max(size, SMALLEST)
+    return found
 
 
 def sampled(dims: Sequence[Dim], usual: Mapping[str, int], count: int, seed: int) -> list[dict[str, int]]:

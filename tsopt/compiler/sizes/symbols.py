@@ -207,7 +207,7 @@ def _shifted(known: Range, more: int) -> Range:
         )
     if not more:
         return known
-    return Range(max(known.low - more, 1), None if known.high is None else known.high - more, known.step)
+    return Range(max(known.low - more, 0), None if known.high is None else known.high - more, known.step)
 
 
 def _dim(
