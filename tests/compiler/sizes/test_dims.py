@@ -99,6 +99,11 @@ def test_sizes_that_grow_for_the_trace_stay_as_far_apart(calls, axes, shapes):
     assert found.traced == {(place, axis): shapes[place][axis] for place in axes for axis in axes[place]}
 
 
+def test_axes_of_one_name_have_one_size_in_the_example():
+    with pytest.raises(UsageError, match=r"(?s)n = 2 at one axis, and 1 at another.*fix: give these axes different"):
+        dynamic_of([example(X, Y[:1])], {0: {0: Dim("n")}, 1: {0: Dim("n")}})
+
+
 def test_a_resized_call_repeats_its_values():
     made = resized(example(X, k=Y), {(0, 0): 3, (1, 1): 2})
     assert torch.equal(made.args[0], X[[0, 1, 0]])

@@ -323,3 +323,11 @@ def test_an_empty_cache_is_in_the_range_of_one_that_has_grown(pasts):
 def test_a_range_from_zero_stays_where_another_size_is_one_larger(past):
     wanted = {"keys": {1: "past[0..30]"}, "mask": {1: "covered[1..31]"}}
     assert dims(tsopt.capture(Step(), step(past), dynamic=wanted)) == {"past": (0, 30, 1)}
+
+
+def test_an_example_of_another_kind_than_its_trace_is_told_so():
+    def model(x):
+        return x * 2 if x.shape[0] % 2 == 0 else x
+
+    with pytest.raises(CaptureError, match=r"too small in the example(?s:.*)has n = 1, and was traced with n = 2,"):
+        tsopt.capture(model, rows(1), dynamic={"x": {0: "n"}})

@@ -154,7 +154,7 @@ def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
     """What to capture: the largest example is traced, with dynamic sizes of 0 and 1 made larger.
 
     Raises:
-        UsageError: a size is outside the range that the user has given for it.
+        UsageError: a size is outside the range that the user has given for it, or differs from another of its name.
     """
     flat = [flatten((item.args, item.kwargs)) for item in examples]
     structure = counted(flat) or flat[0][1]
@@ -163,6 +163,7 @@ def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
         for position, found in axes.items()
         for axis in found
     }
+    named: dict[str, tuple[int, ...]] = {}
     for (position, axis), sizes in seen.items():
         given = axes[position][axis]
         if given is None:
@@ -173,6 +174,14 @@ def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
                 f"the example has {given.name} = {odd}, outside its range",
                 why=f"the range is {given}",
                 fix="use an example with a size in the range",
+            )
+        pairs = zip(named.setdefault(given.name, sizes), sizes, strict=True)
+        apart = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if apart is not None:
+            raise UsageError(
+                f"the example has {given.name} = {apart[0]} at one axis, and {apart[1]} at another",
+                why="axes of one name have the same size in every call",
+                fix="give these axes different names, or use an example where they have the same size",
             )
     chosen = _largest(seen)
     traced = _enlarged(axes, seen, chosen)

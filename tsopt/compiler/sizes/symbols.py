@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -58,6 +58,23 @@ class Symbols:
     outputs: tuple[Axes, ...]
     conditions: tuple[Condition, ...]
     places: tuple[Places | None, ...]
+
+    def misfit(self, sizes: Mapping[Place, int]) -> tuple[str, str] | None:
+        """Why what was traced is not for a call of these sizes, and the line that decides so; None where it is."""
+        found: dict[str, set[int]] = {dim.name: set() for dim in self.dims}
+        for (position, axis), size in sizes.items():
+            axes = self.inputs[position] if position < len(self.inputs) else ()
+            name = axes[axis] if axis < len(axes) else None
+            if name is not None:
+                dim, more = dim_of(name)
+                found[dim].add(size - more)
+        reason = misfit(self.dims, found)
+        if reason:
+            return reason, ""
+        alone = {name: next(iter(each)) for name, each in found.items() if each}
+        known = (item for item in self.conditions if alone.keys() >= set(item.dims))
+        failed = next((item for item in known if not item.holds_at(alone)), None)
+        return None if failed is None else (f"{failed} does not hold", failed.where)
 
 
 def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str]) -> Symbols:
@@ -127,23 +144,33 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
 
 
 def _check_examples(symbols: Symbols, wanted: Dynamic) -> None:
-    """Only one of the examples was traced: what was found must be for the others, too."""
-    for number in range(len(next(iter(wanted.seen.values())))):
-        sizes: dict[str, set[int]] = {dim.name: set() for dim in symbols.dims}
-        for (position, axis), seen in wanted.seen.items():
-            name, more = dim_of(symbols.inputs[position][axis] or "")
-            sizes[name].add(seen[number] - more)
-        reason = misfit(symbols.dims, sizes)
-        alone = {name: next(iter(found)) for name, found in sizes.items()}
-        failed = None if reason else next((item for item in symbols.conditions if not item.holds_at(alone)), None)
-        if reason or failed is not None:
+    """Only one of the examples was traced, with larger sizes in place of 0 and 1: what was found must be for all."""
+    for number, sizes in enumerate(wanted.calls):
+        found = symbols.misfit(sizes)
+        if found is None:
+            continue
+        reason, where = found
+        if number == wanted.largest:
+            shown: dict[str, tuple[int, int]] = {}
+            for (position, axis), size in sizes.items():
+                name, more = dim_of(symbols.inputs[position][axis] or "")
+                if wanted.traced[position, axis] != size:
+                    shown[name] = (size - more, wanted.traced[position, axis] - more)
+            mine, theirs = (" and ".join(f"{name} = {pair[i]}" for name, pair in shown.items()) for i in range(2))
             raise CaptureError(
-                "the model depends on a size that differs between the examples",
-                where=(failed and failed.where) or None,
-                why=f"the largest example was traced; in another one {reason or f'{failed} does not hold'}",
-                fix="leave this size out of dynamic: each size is captured when it is first called; or pass examples "
-                "for which the model does the same",
+                "the model depends on a size that is too small in the example to be traced",
+                where=where or None,
+                why=f"the example has {mine}, and was traced with {theirs}, for which the model does something else",
+                fix="pass an example with a larger size, or leave this size out of dynamic: each size is captured when "
+                "it is first called",
             )
+        raise CaptureError(
+            "the model depends on a size that differs between the examples",
+            where=where or None,
+            why=f"the largest example was traced; in another one {reason}",
+            fix="leave this size out of dynamic: each size is captured when it is first called; or pass examples "
+            "for which the model does the same",
+        )
 
 
 def _places(value: Any, dims: dict[Any, Dim], as_first: dict[Any, Any]) -> Places | None:
