@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -129,3 +130,28 @@ def test_a_difference_is_found_beside_another_thread_in_what_is_written_too(coun
     executable._runs(lambda inputs: [value + 1 for value in right(inputs)])
     assert "exceed" in executable_difference(executable, model, Example((torch.zeros(2),)))
     assert torch.equal(model.count, torch.zeros(2))
+
+
+class Told(Counter):
+    """Tells who is called, the module itself or a copy."""
+
+    called = SimpleQueue()  # a list would be put back to what it was
+
+    def forward(self, x):
+        Told.called.put(self)
+        return super().forward(x)
+
+
+def test_a_difference_is_told_without_a_call_of_the_model_whose_writes_would_be_put_back(in_a_thread, another_thread):
+    drawn, model, x = [], Told().eval(), torch.zeros(2)
+    program = tsopt.capture(model, x)
+    executable = tsopt.compile(program, "eager")
+    executable.reference = program
+    executable._runs(lambda inputs: [inputs[0] + 9, inputs[0] + 9])
+    model.register_forward_pre_hook(lambda module, args: in_a_thread(lambda: drawn.append(torch.rand(1).item())))
+    Told.called = SimpleQueue()
+    assert executable_difference(executable, model, Example((x,)))
+    called = [Told.called.get() for _ in range(Told.called.qsize())]
+    assert called
+    assert not any(who is model for who in called)
+    assert len(set(drawn)) == len(drawn) > 1, "what another thread draws is not drawn again"

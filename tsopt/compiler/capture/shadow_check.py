@@ -26,6 +26,8 @@ def answers_alike(
     *,
     shared: Iterable[torch.Tensor] | None = None,
     written: Iterable[torch.Tensor] | None = None,
+    writes: bool = False,
+    draws: bool = True,
 ) -> bool:
     """Whether the shadow does on the example what the model does.
 
@@ -36,26 +38,28 @@ def answers_alike(
         shared: tensors of the model that a call of the shadow may write, which are put back. If given, a shadow whose
             call changes anything of the model is not alike.
         written: all tensors that calls write. If given, the model is called in any case, and these are put back.
+        writes: calls are known to write something that lasts.
+        draws: calls may draw random numbers, from the generators of the process, which are put back.
     """
     answers: list[Any] = []
     apart: list[bool] = []
 
     def call() -> None:
-        answers.append(_answer(shadow, example))
+        answers.append(_answer(shadow, example, draws))
 
     def call_apart() -> None:
-        with protected(model, written=shared or (), among_threads=True):
+        with protected(model, written=shared or (), among_threads=True, draws=draws):
             apart.append(is_untouched(model, call))
 
     try:
-        with protected(shadow):
+        with protected(shadow, draws=draws):
             changes = not is_untouched(shadow, call if shared is None else call_apart)
         if not all(apart):
             return False
-        if changes and written is None:
+        if (changes or writes) and written is None:
             return True
-        with protected(model, written=written or (), among_threads=others_run()):
-            answers.append(_answer(model, example))
+        with protected(model, written=written or (), among_threads=others_run(), draws=draws):
+            answers.append(_answer(model, example, draws))
         (mine, *my_form), (theirs, *their_form) = answers
         return my_form == their_form and len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))
     except Exception as error:  # of the model, or of a shadow that is not the same model: the model itself will tell
@@ -63,9 +67,10 @@ def answers_alike(
         return False
 
 
-def _answer(called: Callable[..., Any], example: Example) -> tuple[Any, ...]:
+def _answer(called: Callable[..., Any], example: Example, draws: bool) -> tuple[Any, ...]:
     args, kwargs = unflatten_clones(example)
-    seed_all(SEED)
+    if draws:
+        seed_all(SEED)
     leaves, *form = outcome_of(called, args, kwargs)
     return [leaf.detach().clone() for leaf in leaves], *form
 

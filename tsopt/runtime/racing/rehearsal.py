@@ -64,7 +64,12 @@ class StandIn:
 
 
 def stand_in(
-    model: Callable[..., Any], written: Iterable[torch.Tensor], example: Example, *, always_compared: bool = False
+    model: Callable[..., Any],
+    written: Iterable[torch.Tensor],
+    example: Example,
+    *,
+    always_compared: bool = False,
+    draws: bool = True,
 ) -> StandIn | None:
     """What can be called in place of a model; None where there is nothing.
 
@@ -73,6 +78,7 @@ def stand_in(
     Args:
         written: tensors that the model writes in a call.
         always_compared: with a call of the model even where that changes the model.
+        draws: as for `answers_alike`.
     """
     written = list(written)
     shadow = shadow_of(model, written=written)
@@ -84,8 +90,9 @@ def stand_in(
     alone = not others_run()  # what others write stays, unless the shadow writes the very same
     shared = [tensor for tensor in written if alone or shadow.twin(tensor) is tensor]
     with kept_outside(model):
-        called = shadow.called
-        same = answers_alike(model, called, example, shared=shared, written=written if always_compared else None)
+        called, compared = shadow.called, written if always_compared else None
+        writes = bool(written)
+        same = answers_alike(model, called, example, shared=shared, written=compared, writes=writes, draws=draws)
     return StandIn(shadow, reads) if same else None
 
 
