@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 LONGEST = 2000  # characters per part of a message: names in an untrusted file can be of any length
@@ -52,7 +53,14 @@ class UsageError(TsoptError):
 
 
 class CaptureError(TsoptError):
-    """The model cannot be captured as a Program."""
+    """The model cannot be captured as a Program.
+
+    Attributes:
+        admits: whether calls of given sizes, by tensor and axis, may be captured together with the call that was
+            traced; None unless the model does something else for the calls of one capture.
+    """
+
+    admits: Callable[[Mapping[tuple[int, int], int]], bool] | None = None
 
 
 class NotReady(CaptureError):

@@ -227,6 +227,11 @@ class Signature:
         """The first condition that the sizes of a call, by Dim, do not satisfy; None if there is none."""
         return next((condition for condition in self.conditions if not condition.holds_at(sizes)), None)
 
+    def admits(self, dim: Dim, size: int) -> bool:
+        """Whether a size is one of a Dim, and meets the conditions on it alone."""
+        own = (condition for condition in self.conditions if condition.dims == (dim.name,))
+        return dim.admits(size) and all(condition.holds(size) for condition in own)
+
     @property
     def decisive(self) -> tuple[Condition, ...]:
         """The conditions that sizes in the ranges may fail, for users to read: most hold in all of them."""

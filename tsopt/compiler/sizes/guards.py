@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from tsopt.compiler.calls.conditions import ALWAYS, MANY, Condition, function_of, plain
 from tsopt.compiler.calls.signature import ENDLESS, Dim
@@ -91,9 +92,13 @@ class Ties:
             self.tie(symbol, found[0], cast(int, more))
         return True
 
+    def seen(self, symbol: Any) -> tuple[int, ...]:
+        """Its size in each example."""
+        return self.wanted.seen[self.placed[symbol][0]]
+
     def _apart(self, symbol: Any, other: Any) -> int | None:
         """How much larger one size is than another, if the same in every example; one example shows only equality."""
-        mine, theirs = (self.wanted.seen[self.placed[s][0]] for s in (symbol, other))
+        mine, theirs = self.seen(symbol), self.seen(other)
         differences = {a - b for a, b in zip(mine, theirs, strict=True)}
         return differences.pop() if len(differences) == 1 and (len(mine) > 1 or differences == {0}) else None
 
@@ -136,7 +141,8 @@ def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], trac
         for symbol in symbols:
             others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
             holds = partial(_holds, condition, others, symbols.index(symbol))
-            made = _shrunk(ranges[symbol], traced[symbol], holds) or _stepped(ranges[symbol], traced[symbol], holds)
+            seen = ties.seen(symbol) if len(symbols) == 1 else ()
+            made = _remaining(expression, ranges[symbol], traced[symbol], holds, seen)
             if made is None:
                 raise CaptureError(
                     f"the model specializes on a size: {_shown(expression, ties)}",
@@ -263,6 +269,54 @@ def _holds(condition: Condition, others: Sequence[Sequence[int]], place: int, si
 
 def _ends(known: Range, traced: int) -> list[int]:
     return sorted({max(known.low, ALWAYS), traced, min(known.high or HORIZON, HORIZON)})
+
+
+def _remaining(
+    expression: Any, known: Range, traced: int, holds: Callable[[int], bool], seen: Sequence[int]
+) -> Range | None:
+    """What a condition leaves of a range; None for a single size.
+
+    A condition on a remainder (`if length % 8: pad`) leaves all of it, unless steps say the same: each call is checked
+    for the condition itself.
+
+    Args:
+        seen: this size in each example; empty for a condition on several sizes.
+    """
+    made = _shrunk(known, traced, holds) or _stepped(known, traced, holds)
+    period = _period(expression)
+    if not seen or not _recurs(period, known, made, traced, holds):
+        return made
+
+    def is_met(size: int) -> bool:
+        return holds(size if size >= ALWAYS else size + period)  # which says nothing of 0 and 1 themselves
+
+    met = all(map(is_met, seen))
+    if made is None and (not met or len(seen) == 1):
+        return None
+    if made is not None and made.step > known.step and (not met or all(size % made.step == 0 for size in seen)):
+        return made
+    low = max(known.low, ALWAYS)
+    while low > known.low and is_met(low - 1):
+        low -= 1
+    return replace(known, low=low)
+
+
+def _recurs(period: int, known: Range, made: Range | None, traced: int, holds: Callable[[int], bool]) -> bool:
+    """Whether a condition on remainders has left less of a range than one period, and recurs beyond it."""
+    if not 1 < period <= LONGEST_STEP:
+        return False
+    if made is not None and made.step == known.step and (made.high is None or made.high - made.low >= period):
+        return False
+    return all(holds(size) == holds(size + period) for size in range(max(traced - period, ALWAYS), traced + period))
+
+
+def _period(expression: Any) -> int:
+    """After how many sizes the remainders in a condition come again; 0 where there are none."""
+    remainders, quotients = expression.atoms(Mod, PythonMod), expression.atoms(FloorDiv)
+    by = [[item.args[1] for item in items] for items in (remainders, quotients)]
+    if not remainders or not all(number.is_Integer and number > 0 for number in (*by[0], *by[1])):
+        return 0
+    return math.lcm(*map(int, by[0])) * math.prod(map(int, by[1]))
 
 
 def _shrunk(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:

@@ -64,6 +64,7 @@ def _base(
     usual = dict(traced)
     for dim in program.signature.dims:
         known = list(_near(dim, traced[dim.name]) if near else _over(dim, traced[dim.name]))
+        known = [size for size in known if program.signature.admits(dim, size)] or known
         free = [size for size in known if size not in taken]
         free = free if len(free) >= SAMPLES else known
         free = _ordinary(free, {size: survey.coincidences({**usual, dim.name: size}) for size in free})

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -164,13 +164,19 @@ def _check_examples(symbols: Symbols, wanted: Dynamic) -> None:
                 fix="pass an example with a larger size, or leave this size out of dynamic: each size is captured when "
                 "it is first called",
             )
-        raise CaptureError(
+        error = CaptureError(
             "the model depends on a size that differs between the examples",
             where=where or None,
             why=f"the largest example was traced; in another one {reason}",
             fix="leave this size out of dynamic: each size is captured when it is first called; or pass examples "
             "for which the model does the same",
         )
+        error.admits = partial(_admits, symbols)
+        raise error
+
+
+def _admits(symbols: Symbols, sizes: Mapping[Place, int]) -> bool:
+    return symbols.misfit(sizes) is None
 
 
 def _places(value: Any, dims: dict[Any, Dim], as_first: dict[Any, Any]) -> Places | None:

@@ -13,6 +13,7 @@ from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.turns import Turn
 from tsopt.errors import CaptureError, TsoptError
 from tsopt.runtime import forks
+from tsopt.runtime.calling.audit import OUT_OF_MEMORY
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.specializations import (
     MAX_SPECIALIZATIONS,
@@ -149,7 +150,7 @@ class NewSignatures:
             if self._first is not None and self._first.limits:
                 seen.several = [ForSizes(self._ready(self._first), (self._own,))]
             else:
-                seen.partner = self._own
+                seen.offer(self._own)
         return self.kept.seen(key)
 
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
@@ -161,10 +162,12 @@ class NewSignatures:
                 return wider
             several.refuse(key)
         narrow = next((several for several in seen.several if several.has_fixed(key)), None)
-        partner = seen.partner if narrow is None else narrow.partner_for(key)
+        partner = seen.partner_for(key) if narrow is None else narrow.partner_for(key)
+        waits = partner is None and seen.waits_for_another(key)
         seen.key = key
         if seen.calls < self._calls_before(seen, narrow):
-            seen.calls, seen.partner = seen.calls + 1, key
+            seen.calls += 1
+            seen.offer(key)
             return self._eager
         if self._captures >= MAX_CAPTURES:
             self._note(
@@ -182,12 +185,13 @@ class NewSignatures:
                 seen.several = [several for several in seen.several if several is not narrow] + [
                     ForSizes(made, (key, partner))
                 ]
-                seen.calls, seen.partner = 0, None
+                seen.calls, seen.failures, seen.partner, seen.met = 0, 0, None, []
                 return made
-            if self._warmup and seen.failures < MAX_FAILURES:
-                seen.calls, seen.partner = 0, key
-                return self._eager
-        seen.partner = key
+            waits = True
+        seen.offer(key)
+        if waits and self._warmup and seen.failures < MAX_FAILURES:
+            seen.calls = 0
+            return self._eager
         if self._warmup and not self._pays(key, seen):
             return self._eager
         self._captures += not tried
@@ -240,7 +244,9 @@ class NewSignatures:
             other = resized(example, sizes_of(partner), partner[0], share=self.aliasing)
             executable = self._timed(example, other)
         except Exception as error:
-            seen.failures += 1
+            if isinstance(error, CaptureError) and error.admits is not None:
+                seen.classes.append(error.admits)
+            seen.failures += not isinstance(error, OUT_OF_MEMORY)  # there may be more another time
             if not isinstance(error, TsoptError):
                 self._internal(error)
             log.info("calls like %s are not captured for several sizes: %s", signature, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ MAX_ALIKE = 16  # of one form, with integers that no size explains
 MAX_REFUSED = 64  # remembered for each program
 MAX_LAYOUTS = 2  # of calls of one size, for which nothing can be captured
 RECENT = 4  # executables that are asked first whether they accept a call
+MAX_MET = 8  # calls that others may be captured together with
 
 # Of a call whose constants cannot be hashed, which contains itself, or goes down more levels than Python does.
 UNTOLD = (TypeError, CaptureError, RecursionError)
@@ -137,16 +138,40 @@ class Seen:
     Attributes:
         key: of the latest of them that nothing compiled for many sizes has served.
         partner: of a call that the next one may be captured together with, for many sizes.
+        met: of such calls, the latest last.
+        classes: whether calls of given sizes are like one that was traced, where two were not alike.
         calls: how many the model has served since something was compiled.
-        failures: how often two of them could not be captured together.
+        failures: how often two of them could not be captured together, since some could.
         several: what was compiled for many of their sizes.
     """
 
     key: CallKey
     partner: CallKey | None = None
+    met: list[CallKey] = field(default_factory=list)
+    classes: list[Callable[[Mapping[Place, int]], bool]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
     several: list[ForSizes] = field(default_factory=list)
+
+    def offer(self, key: CallKey) -> None:
+        """The next calls may be captured together with this one."""
+        self.partner = key
+        self.met = [*(other for other in self.met if other != key), key][-MAX_MET:]
+
+    def partner_for(self, key: CallKey) -> CallKey | None:
+        """The latest call, or the latest one for which the model does the same as far as is known."""
+        sizes = sizes_of(key)
+        if self.partner is None or sizes_of(self.partner) == sizes:
+            return None
+        alike = (other for other in reversed(self.met) if self._are_alike(sizes_of(other), sizes))
+        return next((other for other in alike if sizes_of(other) != sizes), None)
+
+    def waits_for_another(self, key: CallKey) -> bool:
+        """Whether none of the calls so far was like this one, which is new itself."""
+        return bool(self.classes) and self.partner is not None and key not in self.met
+
+    def _are_alike(self, sizes: Mapping[Place, int], others: Mapping[Place, int]) -> bool:
+        return all(admits(sizes) == admits(others) for admits in self.classes)
 
 
 class Specializations:

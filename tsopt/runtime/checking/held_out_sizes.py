@@ -24,11 +24,10 @@ from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
 from tsopt.runtime.checking.other_sizes import ModelAtSizes, is_too_large
+from tsopt.runtime.checking.tried_sizes import NEAR, beside, corners, with_ones
 
-BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
-NEAR = 4  # sizes at the end of a range that are looked at for one that the program is for
 MUCH = 1e8  # numbers that a call computes: a range ends at the largest example rather than at such a call
 
 
@@ -128,7 +127,7 @@ def answers_at_other_sizes(
         is_reference: whether its graph is right at other sizes.
     """
     asked = ModelAtSizes(model, example, seed, is_reference)
-    for sizes in _corners(program.signature.dims):
+    for sizes in corners(program.signature):
         served = program.signature.unmet(sizes) is None and not is_too_large(program.signature, sizes)
         oracle = asked.answers_at(program, sizes) if served else None
         if oracle is not None:  # the model may take two ends one by one, and not together
@@ -227,7 +226,7 @@ def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequ
         dims = {dim.name: dim for dim in program.signature.dims}
         if first not in dims or second not in dims or any(sizes[first] != sizes[second] for sizes in known):
             continue
-        apart = [{**traced, name: _beside(dims[name], traced[name])} for name in (first, second)]
+        apart = [{**traced, name: beside(program.signature, dims[name], traced[name])} for name in (first, second)]
         if any(map(program.signature.unmet, apart)):
             continue
         if not all(_right(asked, captured, run, sizes) for sizes in apart) and is_right():
@@ -239,43 +238,6 @@ def _right(asked: ModelAtSizes, program: Program, run: Executable, sizes: Mappin
     """Whether the model runs at these sizes, and the program as it does."""
     oracle = asked.answers_at(program, sizes) if asked.runs_at(program, sizes) else None
     return oracle is not None and not failure_of(run, oracle)
-
-
-def _beside(dim: Dim, size: int) -> int:
-    """Another size of a Dim, next to one of its own."""
-    return size + dim.step if dim.admits(size + dim.step) else size - dim.step
-
-
-def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
-    """All at their lowest, all at their highest, and between them in two ways.
-
-    Sizes of 0 and 1, which torch.export takes for another program, also beside the largest of the others.
-    """
-    picked = {dim.name: _picked(dim) for dim in dims}
-    highest = {name: sizes[-1] for name, sizes in picked.items()}
-    found = [
-        {dim.name: picked[dim.name][order[i % 2]] for i, dim in enumerate(dims)}
-        for order in ((0, 0), (1, 2), (2, 1), (3, 3))
-    ]
-    found += _with_ones(dims, highest)
-    return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]
-
-
-def _with_ones(dims: Sequence[Dim], highest: Mapping[str, int]) -> list[dict[str, int]]:
-    """Each size of 0 and 1 beside the largest of the others."""
-    return [{**highest, dim.name: size} for dim in dims for size in range(dim.low, ALWAYS) if dim.admits(size)]
-
-
-def _picked(dim: Dim) -> tuple[int, int, int, int]:
-    assert dim.high is not None
-    step = dim.step
-    second = min(dim.low + step, dim.high)
-    between = -(-BETWEEN // step) * step
-    if not second < between < dim.high:
-        between = (second + dim.high) // 2 // step * step
-        odd = between + (BETWEEN - between) % 8  # like 7, one short of what is rounded up to
-        between = odd if step == 1 and odd < dim.high else between
-    return dim.low, second, max(between, second), dim.high
 
 
 @dataclass
@@ -352,7 +314,7 @@ class _Search:
     def is_wrong_at_one(self, dims: Sequence[Dim]) -> bool:
         """Whether the program is wrong at sizes of 0 or 1, which torch.export takes for another program."""
         highest = {dim.name: self.usual[dim.name] if dim.high is None else dim.high for dim in dims}
-        pairs = zip(_with_ones(dims, highest), _with_ones(dims, self.usual), strict=True)
+        pairs = zip(with_ones(dims, highest), with_ones(dims, self.usual), strict=True)
         tried = (
             next((sizes for sizes in pair if self._can_be_tried(sizes, but_much=sizes is pair[0])), None)
             for pair in pairs
@@ -372,7 +334,8 @@ class _Search:
 
     def _served(self, dim: Dim, size: int, step: int) -> dict[str, int]:
         """The sizes of the example, but one at or next to an end of its range: the first that no condition excludes."""
-        near = [{**self.usual, dim.name: size + i * step} for i in range(NEAR)]
+        row = (size + i * step for i in range(NEAR))
+        near = [{**self.usual, dim.name: other} for other in row if other == size or dim.admits(other)]
         return next((sizes for sizes in near if self.program.signature.unmet(sizes) is None), near[0])
 
     def why_not(self, sizes: Mapping[str, int]) -> str:
