@@ -217,7 +217,7 @@ class InBackground:
             finally:
                 lock.release()
         if isinstance(found, Executable):
-            self._specializations.used(found)
+            self._specializations.used(found, args, kwargs)
         return self.model if found is None else found
 
     def _wanted(self, key: CallKey, example: Example) -> None:

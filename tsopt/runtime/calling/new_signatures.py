@@ -102,13 +102,17 @@ class NewSignatures:
         if found is None:
             found = self._made(key, args, kwargs)
         if isinstance(found, Executable):
-            self.kept.used(found)
+            self.kept.used(found, args, kwargs)
             self._streak, self._pause = 0, FIRST_PAUSE
-        elif self._counts.get(loose(key), 0) < 2:  # one that comes again may be captured soon
+        elif not self._may_soon_capture(found, key):
             self._streak += 1
             if self._streak >= STREAK:
                 self.skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return found
+
+    def _may_soon_capture(self, found: Callable[..., Any], key: CallKey) -> bool:
+        """Whether a call that the model serves comes again, and may then be captured; what is kept for it stays."""
+        return found is self._eager and self._captures < MAX_CAPTURES and self._counts.get(loose(key), 0) > 1
 
     def _made(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         with self._turn.taken() as mine:
@@ -156,7 +160,9 @@ class NewSignatures:
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         seen = self._seen(key)
         for several in seen.several:
-            wider = None if several.refuses(key) else self._wider(several.executable, example)
+            if several.refuses(key) or (several.is_full and not self._affords()):
+                continue
+            wider = self._wider(several.executable, example)
             if wider is not None:
                 several.executable = wider
                 return wider
@@ -211,7 +217,7 @@ class NewSignatures:
         """Whether a capture for one size may pay: few were made, they took little time, or the call is frequent."""
         # A loop passes the sizes between two programs once each time.
         free = self._captures < FREE_CAPTURES and not seen.several
-        if free or self.seconds < SHARE * (time.monotonic() - self._since):
+        if free or self._affords():
             return True
         key = loose(key)
         count = self._counts.pop(key, 0) + 1
@@ -219,6 +225,10 @@ class NewSignatures:
         if len(self._counts) > MAX_COUNTED:
             del self._counts[next(iter(self._counts))]
         return count >= OFTEN
+
+    def _affords(self) -> bool:
+        """Whether captures have taken little of the time so far."""
+        return self.seconds < SHARE * (time.monotonic() - self._since)
 
     def _timed(self, *calls: Example) -> Executable:
         start = time.monotonic()
@@ -229,11 +239,14 @@ class NewSignatures:
             self.seconds += time.monotonic() - start
 
     def _wider(self, executable: Executable, example: Example) -> Executable | None:
+        start = time.monotonic()
         try:
             return widened(self.model, executable, example)
         except Exception as error:  # a bug in tsopt costs this call its speed
             self._internal(error)
             return None
+        finally:
+            self.seconds += time.monotonic() - start
 
     def _internal(self, error: Exception) -> None:
         log.warning("internal error in tsopt at a call with a new signature", exc_info=error)

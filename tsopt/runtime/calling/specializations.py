@@ -31,6 +31,7 @@ UNTOLD = (TypeError, CaptureError, RecursionError)
 
 CallKey = tuple[Structure, tuple[Any, ...]]  # equal for calls that one specialization can serve
 Form = tuple[Structure, tuple[Any, ...]]  # the same without the sizes
+Shapes = tuple[tuple[int, ...] | None, ...]  # of the arguments of a call that are tensors
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool | None = None) -> CallKey:
@@ -58,6 +59,11 @@ def _kind(leaf: Any) -> Any:
 def loose(key: CallKey) -> CallKey:
     """The key of calls whose tensors differ at most in how they lie in memory."""
     return key[0], tuple(replace(kind, stride=()) if isinstance(kind, TensorType) else kind for kind in key[1])
+
+
+def _shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
+    """What tells most calls apart, in a microsecond."""
+    return tuple([item.shape if type(item) is torch.Tensor else None for item in (*args, *kwargs.values())])
 
 
 def plain(key: CallKey) -> bool:
@@ -98,12 +104,17 @@ class ForSizes:
 
     executable: Executable
     keys: tuple[CallKey, ...]
-    refused: set[CallKey] = field(default_factory=set)  # calls that its ranges cannot be extended to
+    refused: dict[CallKey, None] = field(default_factory=dict)  # calls that its ranges cannot be extended to, in order
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many calls are refused as are remembered."""
+        return len(self.refused) >= MAX_REFUSED
 
     def refuse(self, key: CallKey) -> None:
-        if len(self.refused) >= MAX_REFUSED:
-            self.refused.clear()
-        self.refused.add(self._told_by(key))
+        if self.is_full:
+            del self.refused[next(iter(self.refused))]
+        self.refused[self._told_by(key)] = None
 
     def refuses(self, key: CallKey) -> bool:
         return self._told_by(key) in self.refused
@@ -181,6 +192,8 @@ class Specializations:
         self._kept: OrderedDict[CallKey, Callable[..., Any]] = OrderedDict()
         self._forms: OrderedDict[Form, list[Seen]] = OrderedDict()
         self._recent: tuple[Executable, ...] = ()  # replaced as a whole: other threads read it
+        self._by_shapes: dict[Shapes, Executable] = {}  # what has served a call; replaced likewise
+        self._found: set[Executable] = set()  # by their shapes, since something was kept
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -191,11 +204,20 @@ class Specializations:
             leaves = executable.accepts(args, kwargs)
             if leaves is not None:
                 return executable, leaves
-        return None
+        known = self._by_shapes.get(_shapes_of(args, kwargs)) if self._by_shapes else None
+        leaves = None if known is None else known.accepts(args, kwargs)
+        if known is None or leaves is None:
+            return None
+        self._found.add(known)
+        return known, leaves
 
-    def used(self, executable: Executable) -> None:
-        """It is asked first from now on."""
+    def used(self, executable: Executable, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        """It is asked first from now on; and for calls of the same shapes as this one, after some others have been."""
         self._recent = (executable, *(item for item in self._recent if item is not executable))[:RECENT]
+        shapes = _shapes_of(args, kwargs or {})
+        if any(shapes):
+            others = [item for item in self._by_shapes.items() if item[0] != shapes][1 - MAX_SPECIALIZATIONS :]
+            self._by_shapes = {**dict(others), shapes: executable}
 
     def seen(self, key: CallKey) -> Seen:
         """What is known of calls that differ from this one only in their sizes. Raises TypeError as `get` does."""
@@ -246,6 +268,9 @@ class Specializations:
             # A copy: calls in other threads, and those in which a constant is compared, change the order meanwhile.
             by_layout = sum(loose(other) == loose(key) for other in tuple(self._kept)) < MAX_LAYOUTS
         key = key if by_layout else loose(key)
+        found, self._found = self._found, set()
+        for late in [late for late, item in self._kept.items() if item in found]:
+            self._kept.move_to_end(late)
         if len(self._kept) >= MAX_SPECIALIZATIONS:
             self._kept.popitem(last=False)
         self._kept[key] = made
