@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -114,3 +116,10 @@ def test_a_padded_model_is_optimized_for_all_lengths_that_are_padded():
     for length in (9, 50, 199):
         x = tokens(length)
         torch.testing.assert_close(run(x), model(x).detach())
+
+
+def test_the_error_tells_calls_that_are_like_the_traced_one_from_others_in_another_process_too():
+    with pytest.raises(CaptureError) as caught:
+        tsopt.capture(padded, [rows(77), rows(16)])
+    admits = pickle.loads(pickle.dumps(caught.value)).admits
+    assert [size for size in range(5, 20) if admits({(0, 0): size, (0, 1): 4})] == [5, 6, 7, *range(9, 16), 17, 18, 19]
