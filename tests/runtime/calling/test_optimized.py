@@ -116,9 +116,10 @@ def test_a_call_that_the_model_itself_refuses_raises_the_models_error(optimized_
         ((3, 4, 5, 4, 5), [3, 4, 5]),
     ],
 )
-def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch, rows, captured):
+@pytest.mark.parametrize("recent", [0, 1])
+def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch, rows, captured, recent):
     monkeypatch.setattr(specializations, "MAX_SPECIALIZATIONS", 2)
-    monkeypatch.setattr(specializations, "RECENT", 0)
+    monkeypatch.setattr(specializations, "RECENT", recent)
     made = []
 
     def another(example):

@@ -204,7 +204,7 @@ class Specializations:
             leaves = executable.accepts(args, kwargs)
             if leaves is not None:
                 return executable, leaves
-        known = self._by_shapes.get(_shapes_of(args, kwargs)) if self._by_shapes else None
+        known = self._by_shapes.get(_shapes_of(args, kwargs)) if self._recent else None  # they are forgotten together
         leaves = None if known is None else known.accepts(args, kwargs)
         if known is None or leaves is None:
             return None
@@ -213,11 +213,11 @@ class Specializations:
 
     def used(self, executable: Executable, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """It is asked first from now on; and for calls of the same shapes as this one, after some others have been."""
-        self._recent = (executable, *(item for item in self._recent if item is not executable))[:RECENT]
+        known = self._by_shapes if self._recent else {}
         shapes = _shapes_of(args, kwargs or {})
-        if any(shapes):
-            others = [item for item in self._by_shapes.items() if item[0] != shapes][1 - MAX_SPECIALIZATIONS :]
-            self._by_shapes = {**dict(others), shapes: executable}
+        others = [item for item in known.items() if item[0] != shapes][1 - MAX_SPECIALIZATIONS :]
+        self._by_shapes = {**dict(others), **({shapes: executable} if any(shapes) else {})}
+        self._recent = (executable, *(item for item in self._recent if item is not executable))[:RECENT]
 
     def seen(self, key: CallKey) -> Seen:
         """What is known of calls that differ from this one only in their sizes. Raises TypeError as `get` does."""
