@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.passes.examples import FLOATS, INTS, NARROW, N, With
 from tests.passes.helpers import check, check_declines, check_fires, specials
+from tsopt import capture, transform
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import ALGEBRA, CANONICALIZE, DeadCode, FoldConstants, constants
@@ -109,10 +111,30 @@ def test_factors_stay_where_the_first_may_overflow(dtype, function):
         lambda x: (x * 24 / 7).ceil(),
         lambda x: (x / 7 * 24).int(),
         lambda x: (1 - x * 3 / 41) > 0,
+        lambda x: torch.div(x / 41 * 2, 2, rounding_mode="floor"),
+        lambda x: torch.div(x * 7 / 6, 17, rounding_mode="floor"),
+        lambda x: F.pad(x / 41 * 2, (1, 1)).floor(),
+        lambda x: (x / 41 * 2).reshape(2, -1).max(-1).values.floor(),
+        lambda x: F.hardshrink(x / 41 * 2, 1.9999999),
     ],
 )
 def test_factors_stay_where_a_multiple_of_a_divisor_decides(function):
     check_declines(constants.mul_mul, function, torch.arange(-200, 200) * 60.0, constants.CUT)
+
+
+@pytest.mark.parametrize(
+    ("function", "multiple"),
+    [
+        (lambda x: torch.div(x / 41 * 2, 2, rounding_mode="floor"), 41.0),
+        (lambda x: torch.div(x * 7 / 6, 17, rounding_mode="floor"), 102.0),
+        (lambda x: F.pad(x / 41 * 2, (1, 1)).floor(), 41.0),
+        (lambda x: (x / 41 * 2).max(-1).values.floor(), 41.0),
+        (lambda x: F.interpolate((x / 41 * 2)[None], scale_factor=2).floor(), 41.0),
+    ],
+)
+def test_a_multiple_of_a_divisor_keeps_its_whole_quotient(function, multiple):
+    x = torch.full((1, 3), multiple)
+    assert torch.equal(transform(capture(function, x)).module()(x)[0], function(x))
 
 
 def test_factors_that_are_not_rounded_become_one_before_any_call():

@@ -42,10 +42,75 @@ def cut(model, x=X):
         (lambda x: torch.fake_quantize_per_tensor_affine(x / 7, 1.0, 0, 0, 255), 7.0),
         (lambda x: torch.addcdiv(x, x, ROW).ceil(), 41.0),
         (Divisor(lambda x, row: (x / row).ceil()), 41.0),
+        (lambda x: torch.div(x / 41 * 2, 2, rounding_mode="floor"), 41.0),
+        (lambda x: torch.div(x / 41, x, rounding_mode="trunc"), 41.0),
+        (lambda x: F.threshold(x / 7, 3.0, 0.0), 7.0),
+        (lambda x: F.hardshrink(x / 7, 3.0), 7.0),
+        (lambda x: F.grid_sample(x.expand(1, 1, 3, 3), (x[:2] / 7).expand(1, 2, 2, 2), mode="nearest"), 7.0),
+        (lambda x: torch.isin(x / 7, ROW), 7.0),
+        (lambda x: torch.logical_not(x / 7 - 3), 7.0),
     ],
 )
 def test_a_quotient_is_followed_to_where_its_last_digit_decides(model, divisor):
     assert cut(model) == [pytest.approx(divisor)]
+
+
+PLACES = torch.tensor([[0, 1, 2, 0]])
+MOVES = {
+    "pad": lambda x: F.pad(x, (1, 1)),
+    "reflection": lambda x: F.pad(x, (1, 1), mode="reflect"),
+    "max": lambda x: x.max(-1).values,
+    "largest": lambda x: x.max(),
+    "sort": lambda x: x.sort().values,
+    "topk": lambda x: x.topk(2).values,
+    "median": lambda x: x.median(),
+    "kthvalue": lambda x: x.kthvalue(2).values,
+    "cummax": lambda x: x.cummax(-1).values,
+    "tril": lambda x: x.tril(),
+    "scatter": lambda x: torch.zeros(1, 4).scatter(1, PLACES, x),
+    "index_put": lambda x: torch.zeros(1, 4).index_put((torch.tensor([0]),), x),
+    "nearest": lambda x: F.interpolate(x[None], scale_factor=2),
+    "shuffle": lambda x: F.pixel_shuffle(x.reshape(4, 1, 1), 2),
+    "mean": lambda x: x.mean(-1),
+    "average": lambda x: F.avg_pool1d(x, 2),
+    "prod": lambda x: x.prod(),
+    "bilinear": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "window": lambda x: F.unfold(x[None, None], (1, 2)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_quotient_is_followed_through_what_moves_chooses_and_adds_numbers(move):
+    assert cut(lambda x: move(x / 7).floor(), torch.ones(1, 4)) == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("within", "after"),
+    [
+        (lambda x: x.floor(), lambda x: x + 1),
+        (lambda x: (x > 3).float(), lambda x: x + 1),
+        (lambda x: x + 1, lambda x: x.floor()),
+    ],
+)
+def test_a_quotient_is_followed_into_branches_and_out_of_them(within, after):
+    def model(x, y):
+        return after(torch.cond(y.sum() > 0, within, lambda x: x * 2, (x / 7,)))
+
+    assert cut(model, (X, X)) == [7.0]
+
+
+@torch.library.custom_op("tests_jumps::cutting", mutates_args=())
+def cutting(x: torch.Tensor) -> torch.Tensor:
+    return x.floor()
+
+
+@cutting.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_call_that_is_not_known_may_round():
+    assert cut(lambda x: cutting(x / 7)) == [7.0]
 
 
 def test_so_is_one_of_whole_numbers():
@@ -60,6 +125,11 @@ def test_so_is_one_of_whole_numbers():
         lambda x: (x / x).ceil(),
         lambda x: (x / 7).softmax(0) > 0.5,
         lambda x: F.linear(x / 7, ROW[None]).ceil(),
+        lambda x: F.conv1d((x / 7).reshape(1, 1, 3), ROW.reshape(1, 1, 3)).round(),
+        lambda x: F.layer_norm(x / 7, (3,)).floor(),
+        lambda x: F.pad(x / 7, (1, 1)).sort().values,
+        lambda x: (x / 7).argmax() == 3,
+        lambda x: F.grid_sample((x / 7).expand(1, 1, 3, 3), x[:2].expand(1, 2, 2, 2)),
         lambda x: (x / 7, x.ceil()),
         lambda x: torch.div(x, 7, rounding_mode="floor").int(),
         lambda x: (x * 7).ceil(),

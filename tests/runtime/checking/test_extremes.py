@@ -60,6 +60,8 @@ def test_floats_of_32_bits_are_tried_where_they_become_whole_numbers():
     assert not extremes(lambda x: x.exp(), FLOATS)
     assert extremes(lambda x: x.long(), FLOATS)
     assert extremes(lambda x: x % 7, FLOATS)
+    assert extremes(lambda x: torch.div(x, 7, rounding_mode="floor"), FLOATS)
+    assert not extremes(lambda x: torch.div(x, 7), FLOATS)
 
 
 def test_layout_is_kept():
@@ -147,7 +149,17 @@ def test_a_candidate_that_computes_in_32_bits_is_found_out():
 MULTIPLES = f"{EXTREME} multiples"
 
 
-@pytest.mark.parametrize("model", [lambda x: (x / 7).ceil(), lambda x: ((x / 7) == 3) * x, lambda x: (x / 7).long()])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: (x / 7).ceil(),
+        lambda x: ((x / 7) == 3) * x,
+        lambda x: (x / 7).long(),
+        lambda x: torch.div(x / 7 * 2, 2, rounding_mode="floor"),
+        lambda x: torch.nn.functional.pad(x / 7, (1, 1)).floor(),
+        lambda x: (x / 7).reshape(8, 8).max(-1).values.floor(),
+    ],
+)
 def test_multiples_are_tried_where_a_quotient_decides(model):
     (values,) = extremes(model, FLOATS)[MULTIPLES]
     assert bool((values % 7 == 0).all())

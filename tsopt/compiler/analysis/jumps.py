@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.analysis.large_terms import KEEPING, constant_of
+from tsopt.compiler.analysis.large_terms import NORMS, constant_of
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
@@ -30,9 +30,22 @@ QUANTIZING = frozenset(
     name for part in ("tensor", "channel") for name in (f"quantize_per_{part}", f"fake_quantize_per_{part}_affine")
 )
 # The same for what has more than one such place, or whose place another operand says.
-OTHER_JUMPS = QUANTIZING | {"bucketize", "searchsorted", "remainder", "fmod", "floor_divide", "histc", "isclose"}
+OTHER_JUMPS = QUANTIZING | {
+    *("bucketize", "searchsorted", "remainder", "fmod", "floor_divide", "histc", "isclose", "isin"),
+    *("logical_not", "logical_and", "logical_or", "logical_xor", "any", "all", "nonzero", "count_nonzero"),
+    *("unique2", "unique_dim", "unique_consecutive"),
+}
+LIMITS = {"threshold": "threshold", "hardshrink": "lambd"}  # which literal says where these jump
+SAMPLERS, NEAREST = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), 1
 DIVISORS = {**dict.fromkeys(("div", "divide", "true_divide"), "other"), "addcdiv": "tensor2"}  # which operand it is
-WHOLE = KEEPING | {"sum", "cumsum"}  # of whole numbers, these make whole numbers
+# Each number that these make is rounded anew, as a sum of many products: of whole numbers, they make no whole ones.
+MIXING = NORMS | {
+    *("linear", "matmul", "mm", "bmm", "mv", "dot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "einsum"),
+    *("tensordot", "bilinear", "scaled_dot_product_attention", "convolution"),
+    *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+    *("softmax", "log_softmax", "logsumexp", "layer_norm", "group_norm", "rms_norm"),
+    *("native_layer_norm", "native_group_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,10 @@ class Quotient:
 def is_decision(node: fx.Node) -> bool:
     """Whether a small difference of an operand may change the result of a call by a large one."""
     name = base_name(node)
-    return name in COMPARISONS or name in OTHER_JUMPS or jump(node) is not None
+    if name in SAMPLERS:
+        return bool(ops.bind(node)["interpolation_mode"] == NEAREST)
+    named = name in COMPARISONS or name in OTHER_JUMPS or name in LIMITS
+    return named or jump(node) is not None or rounds_quotient(node)
 
 
 def jump(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -54,11 +70,19 @@ def jump(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor] | None:
     name, value = base_name(node), node.meta.get("val")
     if name in CASTS and isinstance(value, torch.Tensor) and not _is_float(value):
         return torch.abs if value.dtype == torch.bool else JUMPS["trunc"]
+    limit = ops.bind(node)[LIMITS[name]] if name in LIMITS else None
+    if isinstance(limit, (int, float)):
+        return lambda x: ((x.abs() if name == "hardshrink" else x) - limit).abs()
     return JUMPS.get(name)
 
 
+def rounds_quotient(node: fx.Node) -> bool:
+    """Whether a call divides and makes a whole number of what it gets."""
+    return base_name(node) in DIVISORS and ops.bind(node).get("rounding_mode") is not None
+
+
 def is_cut(node: fx.Node) -> bool:
-    """Whether a call whose result jumps reads a value, or what is made of it element by element."""
+    """Whether a call whose result jumps reads a value, or what is made of it, except by sums of many products."""
     seen: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -66,11 +90,18 @@ def is_cut(node: fx.Node) -> bool:
             if user in seen or not ops.is_call(user):
                 continue
             seen.add(user)
-            if is_decision(user):
+            if _may_jump(user):
                 return True
-            if torch.Tag.pointwise in getattr(user.target, "tags", ()) or base_name(user) in WHOLE:
+            if base_name(user) not in MIXING and any(map(_is_float, ops.tensors_of(user.meta.get("val")))):
                 pending.append(user)
     return False
+
+
+def _may_jump(node: fx.Node) -> bool:
+    """Whether the result of a call, or one within it, jumps; of calls that are not known it is not known."""
+    if blocks := ops.blocks_of(node):
+        return any(_may_jump(inner) for block in blocks for inner in block.calls())
+    return is_decision(node) or not (base_name(node) or ops.is_number(node))
 
 
 def quotients(program: Program) -> Iterator[Quotient]:
@@ -82,7 +113,7 @@ def quotients(program: Program) -> Iterator[Quotient]:
         call = ops.bind(node)
         given = call[name]
         known: Any = given if isinstance(given, (int, float)) else constant_of(program, given)
-        if call.get("rounding_mode") is None and known is not None and not is_power_of_two(known):
+        if not rounds_quotient(node) and known is not None and not is_power_of_two(known):
             yield Quotient(node, known)
 
 

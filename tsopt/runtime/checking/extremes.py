@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import Range, of_dtype
-from tsopt.compiler.analysis.jumps import is_cut, quotients
+from tsopt.compiler.analysis.jumps import is_cut, quotients, rounds_quotient
 from tsopt.compiler.analysis.range_rules import PLACES, RULES
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.analysis.ranges import recorded
@@ -236,7 +236,9 @@ def _cuts(node: fx.Node) -> bool:
     if not isinstance(made, torch.Tensor) or not any(value.is_floating_point() for value in taken):
         return False
     name = base_name(node)
-    return name in CUTTING or (name in ("to", "to_copy", "type_as") and not made.dtype.is_floating_point)
+    if name in CUTTING or rounds_quotient(node):
+        return True
+    return name in ("to", "to_copy", "type_as") and not made.dtype.is_floating_point
 
 
 def is_safe(program: Program) -> bool:
