@@ -83,9 +83,7 @@ def test_a_shift_is_no_parameter_of_the_rms_norm():
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*itertools.product(["layer", "rms"], DTYPES), ("layer", torch.float16)], ids=str
-)
+@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(["layer", "rms"], DTYPES)), ids=str)
 def test_as_captured_in_every_dtype(name, dtype):
     """NaN and inf spread over their row in both, where the first formula says so."""
     form = LAYER["var"] if name == "layer" else RMS["power"]

@@ -271,10 +271,15 @@ def test_the_mean_of_squares_of_a_centred_value_is_no_rms_norm():
     assert found.ops[-1] == "layer_norm"
 
 
-@pytest.mark.parametrize(
-    "form", [RMS["power"], RMS["quotient"], LAYER["power"], LAYER["mean of squares"]], ids=["rms", "/", "layer", "-"]
-)
-def test_squares_in_float16_stay(form):
+HALF = [
+    RMS["power"],
+    RMS["quotient"],
+    *(LAYER[key] for key in ("power", "mean of squares", "var", "unbiased", "var_mean")),
+]
+
+
+@pytest.mark.parametrize("form", HALF)
+def test_squares_and_variances_in_float16_stay(form):
     """From 256 on they are inf, and the formula answers 0; the op, which computes in float32, does not."""
     large = 300 * X.half().sign()
     found = check((CommonSubexpressions(), *NORMS), form, X.half(), also=[large])
@@ -282,10 +287,25 @@ def test_squares_in_float16_stay(form):
     assert (rule_of(form).name, norms.HALF_SQUARES) in found.declined
 
 
-def test_squares_in_float32_of_a_value_in_float16_are_those_of_the_op():
+def test_a_variance_in_float32_that_becomes_float16_stays():
     def model(x):
-        h = x.float()
-        return (h * torch.rsqrt(h.pow(2).mean(**ARGS) + 1e-6)).to(x.dtype)
+        return (x - mean(x)) * torch.rsqrt(x.float().var(**ARGS).half() + 1e-5)
 
+    found = check((CommonSubexpressions(), *NORMS), model, X.half(), also=[300 * X.half().sign()])
+    assert "layer_norm_formula" not in found.done
+
+
+def layer_in_float32(x):
+    h = x.float()
+    return ((h - mean(h)) * torch.rsqrt(h.var(unbiased=False, **ARGS) + 1e-5)).to(x.dtype)
+
+
+def rms_in_float32(x):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).mean(**ARGS) + 1e-6)).to(x.dtype)
+
+
+@pytest.mark.parametrize(("model", "op"), [(layer_in_float32, "layer_norm"), (rms_in_float32, "rms_norm")])
+def test_squares_in_float32_of_a_value_in_float16_are_those_of_the_op(model, op):
     large = 300 * X.half().sign()
-    check(STANDARD, model, X.half(), ["rms_norm"], also=[large])
+    check(STANDARD, model, X.half(), [op], also=[large])

@@ -32,7 +32,9 @@ from tsopt.passes.recompose.formulas import (
 from tsopt.passes.recompose.layouts import in_layout_of_root, parameter, permuted, rearranged, uncast
 
 EPS_OUTSIDE = "eps is added to the standard deviation, not to the variance"
-HALF_SQUARES = "squares are inf in float16 from 256 on, but the op computes them in float32"
+HALF_SQUARES = (
+    "in float16, squares and variances are inf where values are 256 or more, but the op computes them in float32"
+)
 
 VARIANCES = (aten.var.dim, aten.var.correction, aten.var_mean.correction)
 Reduced = tuple[fx.Node, tuple[int, ...]]
@@ -76,11 +78,6 @@ def _difference_of_means(at: Site, node: Any) -> tuple[Reduced, float] | None:
     if left is None or right is None or left[1] != right[1] or squared(left[0]) is not right[0]:
         return None
     return right, 0.0
-
-
-def _squares_in_half(at: Site, spread: fx.Node) -> bool:
-    """Whether a mean is one of squares in float16; ops for the variance compute them in float32."""
-    return at.type(spread).dtype == "float16" and reduced(at, spread, *VARIANCES) is None
 
 
 def _over_root(at: Site) -> tuple[float, object, list[fx.Node]] | None:
@@ -135,7 +132,7 @@ def layer_norm_formula(at, *_):
         count = math.prod(at.type(x).shape[axis] for axis in axes)
         if count < 2 or not count > spread[1]:
             return None
-        if _squares_in_half(at, variance):
+        if at.type(variance).dtype == "float16":
             return at.skip(HALF_SQUARES)
         share = (count - spread[1]) / count  # of the variance that the biased one is
         return _norm(at, aten.layer_norm.default, x, axes, eps * share, number * math.sqrt(share), others)
@@ -159,7 +156,7 @@ def rms_norm_formula(at, *_):
         place = next((i for i, node in enumerate(factors) if node is x or uncast(at, x) is node), None)
         if place is None:
             return None
-        if _squares_in_half(at, mean):
+        if at.type(mean).dtype == "float16":
             return at.skip(HALF_SQUARES)
         others = factors[:place] + factors[place + 1 :]
         return _norm(at, aten.rms_norm.default, x, found_mean[1], eps, number, others)
