@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tsopt
@@ -47,6 +48,12 @@ def in_a_branch(x):
         lambda x: torch.where(x > 7, x / 7, x).amax(1).floor(),
         lambda x: (x / 60 / 60).floor(),
         lambda x: (x * 24 / 7).ceil(),
+        lambda x: F.interpolate((x / 7)[None], scale_factor=2).ceil(),
+        lambda x: (x[:, :1].expand(-1, 3) / 7).mean(1).ceil(),
+        lambda x: F.avg_pool1d(x[:, :1].expand(-1, 4) / 7, 2).ceil(),
+        lambda x: (x[:, :1].expand(-1, 4) / 7).prod(1).ceil(),
+        lambda x: F.pixel_shuffle((x / 7).reshape(1, 4, -1, 1), 2).ceil(),
+        lambda x: ((x / 7) - 3).tanh().ceil(),
         in_a_branch,
         Weeks(),
     ],
@@ -78,7 +85,19 @@ def test_other_engines_divide(engine):
     assert torch.equal(tsopt.compile(program, engine)(MULTIPLES), Weeks()(MULTIPLES))
 
 
-@pytest.mark.parametrize(("then", "kept"), [("ceil", True), ("softmax", False), ("relu", False), ("less", True)])
+@pytest.mark.parametrize("passes", [True, False], ids=["transformed", "captured"])
+def test_the_nearest_pixel_is_that_of_the_quotient(passes):
+    def model(x, grid):
+        return F.grid_sample(x, (grid / 7).expand(1, 2, 41, 2), mode="nearest", align_corners=True)
+
+    image, grid = torch.arange(1.0, 10).reshape(1, 1, 3, 3), torch.arange(-20, 21.0)[:, None] * 3.5
+    assert torch.equal(compiled(model, image, grid, passes=passes)(image, grid), model(image, grid))
+
+
+@pytest.mark.parametrize(
+    ("then", "kept"),
+    [("ceil", True), ("softmax", False), ("matmul", False), ("relu", False), ("less", True), ("mean", True)],
+)
 def test_only_quotients_that_are_rounded_or_compared_cost_a_division(then, kept):
     import numpy as np
     from openvino import Model, opset13
@@ -91,6 +110,8 @@ def test_only_quotients_that_are_rounded_or_compared_cost_a_division(then, kept)
     ends = {
         "ceil": lambda: opset13.ceiling(moved),
         "softmax": lambda: opset13.ceiling(opset13.softmax(moved, 1)),
+        "matmul": lambda: opset13.ceiling(opset13.matmul(moved, moved, False, False)),
+        "mean": lambda: opset13.ceiling(opset13.reduce_mean(moved, np.array([1]))),
         "relu": lambda: opset13.relu(moved),
         "less": lambda: opset13.less(moved, opset13.reshape(x, [2, 2], special_zero=False)),
     }

@@ -12,18 +12,16 @@ KEPT = "nonconvertable_divide_0"  # OpenVINO's own attribute of a division that 
 BLOCKS = frozenset({"If", "Loop", "TensorIterator"})
 JUMPS = BLOCKS | {
     *("Floor", "Ceiling", "Round", "Sign", "Mod", "FloorMod", "Bucketize", "SearchSorted"),
-    *("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"),
+    *("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "NonZero", "Unique", "NonMaxSuppression"),
 }
 ROUNDING = "FakeQuantize"
-# In these, a whole number remains one, or a wrong last digit remains wrong.
-FOLLOWED = frozenset(
+# Each number that these make is rounded anew, as a sum of many products: of whole numbers, they make no whole ones.
+MIXING = frozenset(
     {
-        *("Add", "Subtract", "Multiply", "Divide", "Negative", "Abs", "Minimum", "Maximum", "Clamp", "Relu", "PRelu"),
-        *("Select", "Power", "Sqrt", "SquaredDifference", "Convert", "ConvertLike", "Log", "Exp"),
-        *("ReduceMax", "ReduceMin", "ReduceSum", "CumSum", "MaxPool", "TopK"),
-        *("Reshape", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "VariadicSplit", "Slice", "StridedSlice"),
-        *("Gather", "GatherND", "GatherElements", "Broadcast", "Tile", "Pad", "ReverseSequence", "Reverse"),
-        *("ScatterUpdate", "ScatterNDUpdate", "ScatterElementsUpdate"),
+        *("MatMul", "Einsum", "Convolution", "GroupConvolution", "DeformableConvolution", "BinaryConvolution"),
+        *("ConvolutionBackpropData", "GroupConvolutionBackpropData", "ScaledDotProductAttention"),
+        *("Softmax", "LogSoftmax", "MVN", "BatchNormInference", "GroupNormalization", "NormalizeL2", "LRN"),
+        *(f"{kind}{form}" for kind in ("LSTM", "GRU", "RNN") for form in ("Cell", "Sequence")),
     }
 )
 
@@ -45,7 +43,7 @@ def keep_divisions(model: Any, *, rounding: bool = True) -> None:
                 continue
             seen.add(name)
             _mark(source)
-            if source.get_type_name() in FOLLOWED:
+            if source.get_type_name() not in MIXING:
                 jumps.append(source)
     for item in operations:
         for block in _blocks(item):
@@ -63,6 +61,8 @@ def _is_jump(item: Any, rounding: bool) -> bool:
     kind = item.get_type_name()
     if kind == "Convert":
         return item.get_input_element_type(0).is_real() and not item.get_output_element_type(0).is_real()
+    if kind == "GridSample":
+        return bool(item.get_attributes()["mode"] == "nearest")
     return kind in JUMPS or (rounding and kind == ROUNDING)
 
 
