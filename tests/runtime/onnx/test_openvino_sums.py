@@ -12,7 +12,7 @@ import tsopt
 from tsopt.runtime.onnx.openvino_sums import with_sums_apart
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="not installed")
-OFFSETS = torch.tensor([101325.0, 273.25, 1000.0])
+OFFSETS, STEPS = torch.tensor([101325.0, 273.25, 1000.0]), torch.tensor([0.1, 0.2, 0.3])
 
 
 def compiled(model, x, passes):
@@ -40,6 +40,27 @@ def test_what_a_difference_leaves_keeps_its_digits(model, center, scale, passes)
     torch.testing.assert_close(found.double(), model(p.double()), rtol=3e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("passes", [True, False], ids=["transformed", "captured"])
+@pytest.mark.parametrize(
+    ("model", "center", "scale"),
+    [
+        (lambda p: (p - 101325.0 + 3.0) / 30.0, 101325.0, 1.0),
+        (lambda p: (p - 101325.0 - STEPS) / 30.0, 101325.0, 1.0),
+        (lambda p: ((p - 101325.0) * 0.5) / 30.0, 101325.0, 1.0),
+        (lambda p: ((p - 5.0) * 32.0 + 0.3) * 0.7, 5.0, 1e-3),
+        (lambda p: p - 101325.0 + 0.3, 101325.0, 1.0),
+        (lambda p: 0.3 - (p - 101325.0), 101325.0, 1.0),
+        (lambda p: (p - 101325.0) * 0.5 + 0.3, 101325.0, 1.0),
+        (lambda p: torch.add(STEPS, p - 101325.0, alpha=2), 101325.0, 1.0),
+    ],
+)
+def test_so_it_does_before_more_terms_and_factors(model, center, scale, passes):
+    """The other terms are of the size of the difference, which therefore may be rounded once more."""
+    p = center + torch.randn(1024, 3, generator=torch.Generator().manual_seed(0)) * scale
+    found = compiled(model, p, passes)(p)
+    torch.testing.assert_close(found.double(), model(p.double()), rtol=0, atol=5e-7)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -48,6 +69,11 @@ def test_what_a_difference_leaves_keeps_its_digits(model, center, scale, passes)
         lambda x: (x - 1000).relu() * 0.3,
         lambda x: F.linear(x - 1000, torch.ones(3, 3)),
         lambda x: ((torch.ones(3) - 1000) * 0.3) + x,
+        lambda x: (x - 1000) * 0.5,
+        lambda x: x + 5.0 + 0.3,
+        lambda x: (x - 1000) * x + 0.3,
+        lambda x: (x - 1000) + x,
+        lambda x: torch.div(x - 1000, 3, rounding_mode="floor"),
     ],
 )
 def test_other_sums_stay_as_they_are(model):

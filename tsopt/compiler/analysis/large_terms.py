@@ -83,7 +83,7 @@ def terms_of(program: Program, node: fx.Node) -> list[Term]:
     name, call = base_name(node), ops.bind(node)
     found: list[Term] = []
     if name in SUMS:
-        found = [(factor, call[key]) for key, factor in _factors(name, call).items()]
+        found = [(factor, call[key]) for key, factor in factors_of(name, call).items()]
     elif name in PRODUCTS_AND_SUMS:
         found = [(call["beta"], call["self"])]
     elif name in ("addcmul", "addcdiv"):
@@ -95,7 +95,8 @@ def terms_of(program: Program, node: fx.Node) -> list[Term]:
     return [term for term in found if not isinstance(term[1], fx.Node) or constant_of(program, term[1]) is not None]
 
 
-def _factors(name: str, call: ops.Arguments) -> dict[str, float]:
+def factors_of(name: str, call: ops.Arguments) -> dict[str, float]:
+    """What a sum multiplies each operand by, by the name of the operand."""
     alpha = float(call["alpha"]) if isinstance(call.get("alpha", 1), (int, float)) else 1.0
     if name == "rsub":
         return {"self": -alpha, "other": 1.0}
@@ -108,7 +109,7 @@ def _parts(program: Program, node: fx.Node) -> list[tuple[fx.Node, Signs]]:
     if name in KEEPING:
         return [(operand, PLUS) for operand in node.all_input_nodes]
     if name in SUMS:
-        pairs = [(call[key], PLUS if factor > 0 else MINUS) for key, factor in _factors(name, call).items()]
+        pairs = [(call[key], PLUS if factor > 0 else MINUS) for key, factor in factors_of(name, call).items()]
     elif name in ("addcmul", "addcdiv"):
         pairs = [(call["self"], PLUS)]
     elif name == "neg":
