@@ -149,6 +149,37 @@ def test_the_absolute_tolerance_grows_with_large_outputs():
     assert not compare(reference + 1e4, reference).ok
 
 
+@pytest.mark.parametrize("with_truth", [False, True])
+def test_huge_numbers_do_not_hide_the_others(with_truth):
+    reference = torch.tensor([1e300, -1e300, 2.0, 1e3], dtype=torch.float64)
+    truth = (lambda: reference) if with_truth else None
+    assert compare(reference * (1 + 1e-9), reference, reference64=truth).ok
+    for position in range(4):
+        other = reference.clone()
+        other[position] *= 1.5
+        assert not compare(other, reference, reference64=truth).ok
+
+
+@pytest.mark.parametrize("size", [1e300, 1e-300])
+def test_where_all_numbers_are_huge_or_tiny_these_are_the_size(size):
+    reference = torch.tensor([1.0, -2.0, 1e-12], dtype=torch.float64) * size
+    assert compare(reference + 1e-9 * size, reference).ok
+    assert not compare(reference + 1e-5 * size, reference).ok
+
+
+def test_errors_in_huge_numbers_are_compared_with_eagers():
+    truth = torch.full((2000,), 1e200, dtype=torch.float64)
+    eager = truth * (1 + 1e-6)
+    assert compare(truth * (1 - 1e-6), eager, reference64=lambda: truth).ok
+    assert not compare(truth * (1 - 1e-5), eager, reference64=lambda: truth).ok
+
+
+def test_the_limit_of_a_lower_precision_holds_for_huge_numbers():
+    reference = torch.tensor([1e200, 1e200], dtype=torch.float64)
+    assert compare(reference * 1.005, reference, limit=0.01).ok
+    assert not compare(reference * 1.5, reference, limit=0.01).ok
+
+
 def test_half_precision_differences_do_not_overflow():
     reference = torch.tensor([6e4, -6e4], dtype=torch.float16)
     found = compare(-reference, reference)

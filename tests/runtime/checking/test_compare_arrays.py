@@ -51,3 +51,13 @@ def test_what_differs_is_said(result, reason):
     found = compared(result, np.ones(3, np.float32))
     assert not found.ok
     assert re.search(reason, found.reason)
+
+
+@pytest.mark.parametrize(("limit", "places"), [(None, (0, 1, 2)), (0.01, (0, 1))])
+def test_huge_numbers_do_not_hide_others(limit, places):
+    reference = np.array([1e300, -1e300, 2.0])
+    assert compared(reference * (1 + 1e-9), reference, limit=limit).ok
+    for place in places:
+        other = reference.copy()
+        other[place] *= 1.5
+        assert not compared(other, reference, limit=limit).ok

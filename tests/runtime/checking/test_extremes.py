@@ -144,6 +144,39 @@ def test_a_candidate_that_computes_in_32_bits_is_found_out():
     assert oracle.judge(lambda x: x // 1000).ok
 
 
+def test_exponents_that_float32_lacks_are_tried_by_themselves():
+    found = extremes(lambda x: x * 2, FLOATS.double())
+    (ordinary,), (exponents,) = found[f"{EXTREME} x"], found[f"{EXTREME} x exponents"]
+    assert float(ordinary.abs().max()) < 1e38
+    assert set(exponents.tolist()) == {1e300, 1e-300}
+    single = extremes(lambda x: x * 2, torch.ones(1).double())
+    assert {value.item() for kind, (value,) in single.items() if "exponents" in kind} == {1e300, 1e-300}
+    assert not any("exponents" in kind for kind in extremes(lambda x: x.long(), FLOATS))
+
+
+def centred(x):
+    x = x.float()
+    return x - x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "candidate"),
+    [
+        (lambda x: torch.where(x.abs() > 1e9, x * 3, x * 2), lambda x: x * 2),
+        (centred, lambda x: centred(x.clamp(-1e12, 1e12))),
+        (lambda x: x * 2, lambda x: (x * 2).clamp(-1e299, 1e299)),
+        (lambda x: x * 2, lambda x: torch.where(x.abs() < 1e-200, x, x * 2)),
+    ],
+)
+def test_a_candidate_that_is_wrong_for_large_numbers_alone_is_found_out(model, candidate):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).double()
+    oracle = Oracle(model, tsopt.example(x), tsopt.capture(model, x))
+    verdict = oracle.judge(candidate)
+    assert not verdict.ok
+    assert EXTREME in verdict.reason
+    assert oracle.judge(lambda x: model(x)).ok
+
+
 # ---- multiples of a divisor ---------------------------------------------------------------------------------
 
 MULTIPLES = f"{EXTREME} multiples"

@@ -28,6 +28,7 @@ TRUSTED = 0.05  # of the size of the output: how far eager may be from float64 f
 AMPLIFIED = 8  # times its error: how far eager may be from float64 where inputs are off by one rounding
 NOISE = 2  # neighbours: each is a call of the model, and where it is noise, one will do
 PART = 1 << 18  # elements that are compared at once
+HUGE = 2.0**480  # from here on, the sum of the squares of many numbers may be beyond float64
 FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 
 
@@ -89,9 +90,9 @@ def compare(
     if limit is not None:
         return _limit_test(result, reference, limit, size, difference)
     rtol, atol, tol = TOLERANCES[reference.dtype]
-    # The size of the output sets the absolute tolerance: 1e-5 would hide all of an output around 1e-8.
-    squares = sum(float(_finite(part).square_().sum()) for (part,) in _parts(reference))
-    scale = math.sqrt(squares / reference.numel()) or 1.0
+    # The size of the output sets the absolute tolerance: 1e-5 would hide all of an output around 1e-8. Nor may single
+    # huge numbers hide all others.
+    scale = size_of(reference, HUGE) or size_of(reference) or 1.0
     bad = sum(_beyond(one, other, rtol, atol * scale) for one, other in _parts(result, reference))
     if not bad:
         return Comparison(True, "element", difference)
@@ -110,7 +111,7 @@ def compare(
     others = (_finite(_real(other)) for other in neighbours())
     factor = 3.0 if reference.dtype in (torch.float16, torch.bfloat16) or ref.numel() < FEW else 2.0
     # Further away than rounding explains: in float64 a decision on the way, such as a top-k, was a different one.
-    if _errors(ref, truth)[0] > TRUSTED * float(truth.square().mean().sqrt()) + tol * scale / 10:
+    if _errors(ref, truth)[0] > TRUSTED * _rms(truth, truth.numel()) + tol * scale / 10:
         is_noise = any(_is_as_far(other, res, ref, factor) for other in itertools.islice(others, NOISE))
         reason = f"{failed}; against float64: {_said(res, ref, truth)}; eager is too far from float64 for it to decide"
         return Comparison(False, "undecided" if is_noise else "float64", difference, reason)
@@ -122,14 +123,13 @@ def compare(
 def _limit_test(
     result: torch.Tensor, reference: torch.Tensor, limit: float, size: float, difference: float
 ) -> Comparison:
-    own, apart = 0.0, 0.0
-    for res, ref in (map(_finite, parts) for parts in _parts(result, reference)):
-        own, apart = own + float(ref.square().sum()), apart + float(res.sub_(ref).square_().sum())
-    size, away = max(math.sqrt(own), size * math.sqrt(reference.numel())), math.sqrt(apart)
+    count = reference.numel()
+    apart = [_rms(res.sub_(ref), count) for res, ref in (map(_finite, parts) for parts in _parts(result, reference))]
+    size, away = max(size_of(reference), size), math.hypot(*apart)
     if limit == math.inf or away <= limit * size:
         return Comparison(True, "limit", difference)
     reason = (
-        f"relative error {away / size:.2%}, limit {limit:.2%}" if size else f"error {away:.3g} where eager has zeros"
+        f"relative error {away / size:.2%}, limit {limit:.2%}" if size else f"RMSE {away:.3g} where eager has zeros"
     )
     return Comparison(False, "limit", difference, reason)
 
@@ -175,7 +175,19 @@ def _said(res: torch.Tensor, ref: torch.Tensor, truth: torch.Tensor) -> str:
 def _errors(value: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     """The RMSE and the largest error."""
     away = value - truth
-    return float(away.square().mean().sqrt()), float(away.abs().max())
+    return _rms(away, away.numel()), float(away.abs().max())
+
+
+def size_of(value: torch.Tensor, below: float = math.inf) -> float:
+    """The root mean square of the numbers that are finite and below a limit; others count as zeros."""
+    parts = (_finite(part) for (part,) in _parts(value))
+    return math.hypot(*(_rms(part.masked_fill_(part.abs() >= below, 0.0), value.numel()) for part in parts))
+
+
+def _rms(value: torch.Tensor, count: int) -> float:
+    """The root of the sum of squares over a count: not of the numbers themselves, whose squares may be infinite."""
+    largest = float(value.abs().max())
+    return largest * math.sqrt(float((value / largest).square_().sum()) / count) if largest else 0.0
 
 
 def _kind(result: torch.Tensor, reference: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError
-from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.compare import compare, size_of
 from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, values_behind
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
@@ -243,7 +243,7 @@ class EagerAnswers:
         leaf = widened(example.leaves[position])
         if not leaf.is_floating_point() or not leaf.numel() or not bool(leaf.isfinite().all()):
             return 0.0
-        return float(leaf.double().square().mean().sqrt())
+        return size_of(leaf)
 
     def decided_by_rounding(
         self, expected: Expected, position: int, value: torch.Tensor, reference: torch.Tensor

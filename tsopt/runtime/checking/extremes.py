@@ -43,13 +43,14 @@ REAL = {
         -0.0,
         0.1,
         -3e9,
-        1e-300,
-        1e300,
     ),
     torch.float32: (3e9, 1.7e9, 255.0, -3e9, 65_504.0, 2.0**24 + 2, 0.1, -128.5, 1.7e12, 256.5, -0.0),
     torch.float16: (65_504.0, 2047.0, 255.0, -65_504.0, 1e-7, 0.1, -0.0, -128.5),
     torch.bfloat16: (3e9, 257.0, 65_536.0, -3e9, 0.1, -0.0, -128.5),
 }
+# Exponents that float32 does not have. In a set of their own: float32 makes an infinity of 1e300, which spreads to all
+# that it is added to, and then nothing else is compared.
+EXPONENTS = {torch.float64: (1e300, 1e-300)}
 # Values decide how much these make or how long they take, or they are not checked before memory is read or written.
 VALUES_DECIDE = frozenset(
     {
@@ -91,18 +92,19 @@ def extreme_values(
     indices = index_inputs(program)
     wanted = [position for position, leaf in enumerate(leaves) if _is_tried(leaf, program)]
 
-    def changed(position: int, number: int = 0) -> torch.Tensor:
+    def changed(position: int, numbers: Sequence[float], number: int = 0) -> torch.Tensor:
         leaf, limit = leaves[position], indices.get(position)
-        return extreme(leaf, generator, number) if limit is None else index_within(leaf, generator, limit)
+        return extreme(leaf, numbers, generator, number) if limit is None else index_within(leaf, generator, limit)
 
     for position in wanted:
         leaf, name = leaves[position], program.signature.user_inputs[position].name
-        rounds = min(ROUNDS, -(-len(numbers_of(leaf.dtype)) // leaf.numel())) if position not in indices else 1
-        for number in range(rounds):
-            values = [*leaves[:position], changed(position, number), *leaves[position + 1 :]]
-            yield f"{EXTREME} {name}{f' {number + 1}' if number else ''}", values
+        for title, numbers in ((name, numbers_of(leaf.dtype)), (f"{name} exponents", EXPONENTS.get(leaf.dtype, ()))):
+            rounds = min(ROUNDS, -(-len(numbers) // leaf.numel())) if position not in indices else min(1, len(numbers))
+            for number in range(rounds):
+                values = [*leaves[:position], changed(position, numbers, number), *leaves[position + 1 :]]
+                yield f"{EXTREME} {title}{f' {number + 1}' if number else ''}", values
     if len(wanted) > 1:
-        yield EXTREME, [changed(i) if i in wanted else leaf for i, leaf in enumerate(leaves)]
+        yield EXTREME, [changed(i, numbers_of(leaf.dtype)) if i in wanted else leaf for i, leaf in enumerate(leaves)]
     steps = _steps(program)
     if steps and any(leaf.is_floating_point() and leaf.numel() for leaf in leaves):
         yield MIDDLES, [_middles(leaf, steps, generator) if leaf.is_floating_point() else leaf for leaf in leaves]
@@ -150,9 +152,9 @@ def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> torch.Tensor:
-    """A tensor like another one, of the numbers of its dtype in any order."""
-    known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype, device="cpu")
+def extreme(leaf: torch.Tensor, numbers: Sequence[float], generator: torch.Generator, number: int = 0) -> torch.Tensor:
+    """A tensor like another one, of these numbers in any order."""
+    known = torch.tensor(numbers, dtype=leaf.dtype, device="cpu")
     count = leaf.numel()
     places = (torch.arange(count, device="cpu") + number * count) % len(known)
     return like(
