@@ -41,7 +41,10 @@ log = logging.getLogger("tsopt")
 # Defaults: the first call blocks the caller, changes of the weights are detected here, and who calls a hybrid may be a
 # library that makes many calls once.
 OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
-CHANGES = 3  # times that the model may change between compiled calls before it stays in eager
+CHANGES = 3  # times, of each kind, that a compiled form may be given up; but for threads, it is eager's then
+CHANGED = "its weights, hooks, attributes or globals change between calls"
+DIFFERED = "audits find again and again that what was compiled differs from it"
+RENUMBERED = "torch's number of threads changes between calls"
 
 
 class Compiled:
@@ -62,7 +65,7 @@ class Compiled:
         self._watch: Watch | InBackground | None = None
         self._own = EagerCalls(model, follows_threads=self.options.get("threads") is None)
         self._reason = self._own.reason  # asked on every call
-        self._refused, self._changes = Refused(), 0
+        self._refused, self._changes = Refused(), Counter[str]()
         self._calls, self._seconds = 0, 0.0
         self._stepped_back, self._size = "", 0  # why no compiled form is used although there is one; for which inputs
         self._unseen = 0  # calls that the model itself serves before the next look
@@ -127,7 +130,7 @@ class Compiled:
         with self._turn.taken() as mine:
             if mine and self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other was faster
                 self._calls -= 1  # this one is not among those that have been served
-                self._drop(changes=0)
+                self._drop()
                 self._calls += 1
         return mine
 
@@ -149,15 +152,17 @@ class Compiled:
     def _differs(self, found: str) -> None:
         """After a difference in an audit: the model is optimized again in its current state."""
         with self._turn.taken():
-            self._drop()
+            self._drop(DIFFERED)
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
-    def _drop(self, changes: int = 1) -> None:
-        """Gives the compiled form up, after so many changes of the model; what it has counted stays."""
+    def _drop(self, change: str = "") -> None:
+        """Gives the compiled form up, because of such a change; what it has counted stays."""
         known = self.report()
         self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
         self._of_before = self._calls, self._in_eager.total()
-        self.fast, self._watch, self._changes = None, None, self._changes + changes
+        self.fast = self._watch = None
+        if change:
+            self._changes[change] += 1
         if self._stepped_back:
             self._stepped_back, self._unseen, self._audits = "", 0, Audits(0)
 
@@ -165,14 +170,13 @@ class Compiled:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
     ) -> Callable[..., Any] | None:
         """What serves a call, compiled now if need be; None where it is the model itself."""
-        if self._own.were_renumbered(compiled=self.fast is not None):
+        if self.fast is not None and self._changes[RENUMBERED] < CHANGES and self._own.were_renumbered():
             with self._turn.taken() as mine:
                 if mine and self.fast is not None:
-                    self._drop()
+                    self._drop(RENUMBERED)
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
-                if mine:
-                    self._own.renew()
-        reason = self.why_eager or self._reason(args, kwargs, self._watch) or self._refusal(args, kwargs)
+        anew = self.fast is None and not self._optimizes
+        reason = self.why_eager or self._reason(args, kwargs, self._watch, anew=anew) or self._refusal(args, kwargs)
         if reason:
             self._declined(reason)
             return None
@@ -182,20 +186,24 @@ class Compiled:
                 return None
             if self._optimizes:  # in this very thread: the model calls itself
                 return None
-            if self.fast is not None and self._changed():
-                reason = self._trains() or self._reason(args, kwargs, None)
+            if self.fast is not None:
+                # Asked again: another thread may have compiled it meanwhile, in settings of its own.
+                changed = self._changed()
+                reason = self._trains() if changed else ""
+                reason = reason or self._reason(args, kwargs, None if changed else self._watch)
                 if reason:
                     self._declined(reason)
                     return None
-                self._drop()
-                log.info("%s has changed and is optimized again", name_of(self.model))
-            if self._changes > CHANGES:
-                self.why_eager = "its weights, hooks, attributes or globals change between calls"
+                if changed:
+                    self._drop(CHANGED)
+                    log.info("%s has changed and is optimized again", name_of(self.model))
+            self.why_eager = next((change for change, times in self._changes.items() if times > CHANGES), "")
+            if self.why_eager:
                 self._declined(self.why_eager)
                 return None
             if self.fast is None:
                 # Asked again: what was asked before may have been the model as it was compiled.
-                reason = self._reason(args, kwargs, None) or self._refused.reason(args, kwargs)
+                reason = self._reason(args, kwargs, None, anew=True) or self._refused.reason(args, kwargs)
                 reason = reason or self._make(Example(args, kwargs))
                 if reason:
                     self._declined(reason)
@@ -269,7 +277,7 @@ class Compiled:
     def _overwritten(self) -> str:
         """Drops what was compiled while another thread changed the weights. Returns no reason to refuse later calls."""
         self._in_eager["its weights were changed while it was compiled"] += 1
-        self._drop()
+        self._drop(CHANGED)
         return ""
 
     def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example, apart: StandIn | None) -> str:

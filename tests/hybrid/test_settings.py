@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -13,7 +16,9 @@ import tsopt
 from tests.forks import FORKS, in_a_fork
 from tests.hybrid.models import QUICK, Net, X, close, eager
 from tsopt import hybrid_state
+from tsopt.hybrid import compiled_of
 from tsopt.runtime.calling.audit import difference
+from tsopt.runtime.calling.eager_calls import EagerCalls
 
 
 def test_another_default_dtype_is_eagers(always_faster):
@@ -55,6 +60,120 @@ def test_another_number_of_threads_is_compiled_for(always_faster, calls, torch_t
         torch_threads(1)
         close(net(X), wanted)
         assert len(calls) == 3
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
+def test_a_number_of_threads_that_always_changes_leaves_one_compiled(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        for turn in range(2 * hybrid_state.CHANGES):
+            torch_threads(1 + turn % 2)
+            net(X)
+        before = tsopt.report(net)
+        torch_threads(1 + hybrid_state.CHANGES % 2)
+        net(X)
+    assert len(calls) == hybrid_state.CHANGES + 1
+    assert tsopt.report(net).in_eager == before.in_eager, "it is compiled for this number"
+    assert list(before.in_eager) == ["torch's number of threads has changed since it was compiled"]
+
+
+def test_differences_that_audits_find_again_and_again_are_the_reason_for_eager(always_faster, calls, monkeypatch):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    monkeypatch.setattr(hybrid_state, "executable_difference", lambda *_: "output: none")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(100 * (hybrid_state.CHANGES + 2)):
+            net(X)
+    assert len(calls) == hybrid_state.CHANGES + 1
+    assert list(tsopt.report(net).in_eager) == [hybrid_state.DIFFERED]
+
+
+def doubled(default_dtype):
+    default_dtype(torch.float64)
+    return contextlib.nullcontext()
+
+
+def without_a_device(default_dtype):
+    return contextlib.nullcontext()
+
+
+def on_a_device(default_dtype):
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize("made", [contextlib.nullcontext, lambda: torch.device("meta")])
+@pytest.mark.parametrize("settings", [doubled, without_a_device, on_a_device])
+def test_settings_that_change_before_the_first_call_are_those_it_is_compiled_for(
+    always_faster, default_dtype, made, settings
+):
+    model = Net().eval()
+    with made():
+        net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad(), settings(default_dtype):
+        for _ in range(3):
+            close(net(X), eager(net))
+    assert (tsopt.report(net).in_eager, compiled_of(net).fast.executable is None) == ({}, False)
+
+
+def test_a_hybrid_that_another_thread_calls_first_is_compiled_for_its_number_of_threads(
+    always_faster, torch_threads, in_a_thread
+):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+
+    def elsewhere():
+        torch.set_num_threads(2)
+        with torch.no_grad():
+            for _ in range(3):
+                net(X)
+
+    in_a_thread(elsewhere)
+    assert (tsopt.report(net).calls, tsopt.report(net).in_eager) == (3, {})
+
+
+def test_a_thread_that_waits_for_a_form_of_other_settings_is_not_served_by_it(always_faster, monkeypatch):
+    """It asks what serves its call before another one compiles the model under a default device of its own."""
+
+    class Makes(nn.Module):
+        def forward(self, x):
+            return x.shape[0] + torch.arange(3)
+
+    net, real = tsopt.hybridize(Makes().eval(), **QUICK), EagerCalls.reason
+    behind = compiled_of(net)
+
+    def compiled_meanwhile(*args, **options):
+        monkeypatch.setattr(behind, "_reason", partial(real, behind._own))
+        found = real(behind._own, *args, **options)
+        thread = threading.Thread(target=lambda: net(X))
+        thread.start()
+        thread.join()
+        return found
+
+    monkeypatch.setattr(behind, "_reason", compiled_meanwhile)
+    with torch.device("meta"), pytest.warns(UserWarning, match="the default device has changed"):
+        assert net(X).device.type == "meta"
+    assert behind.fast is not None
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
+def test_a_model_that_is_refused_in_one_dtype_is_tried_in_another(always_faster, monkeypatch, default_dtype):
+    real = hybrid_state.optimize
+
+    def optimize(*args, **options):
+        if torch.get_default_dtype() == torch.float64:
+            raise tsopt.CaptureError("no matter")
+        return real(*args, **options)
+
+    monkeypatch.setattr(hybrid_state, "optimize", optimize)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        default_dtype(torch.float64)
+        for _ in range(3):
+            net(X)
+        default_dtype(torch.float32)
+        close(net(X), eager(net))
+    assert tsopt.report(net).in_eager == {"no matter": 3}
 
 
 def test_another_number_of_threads_in_another_thread_is_eagers(always_faster, calls, torch_threads):

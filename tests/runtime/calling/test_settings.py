@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.forks import FORKS, in_a_fork
@@ -10,16 +9,15 @@ from tsopt.runtime.calling.settings import Settings
 
 
 @FORKS
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_fork_is_renumbered_only_where_nothing_was_compiled_for_another_number(torch_threads, compiled):
+def test_a_fork_is_never_renumbered(torch_threads):
     torch_threads(2)
     settings = Settings(follows_threads=True)
 
     def was_renumbered():
         torch.set_num_threads(1)
-        return settings.was_renumbered(compiled=compiled)
+        return settings.was_renumbered()
 
-    assert in_a_fork(was_renumbered) is not compiled
-    assert not settings.was_renumbered(compiled=True)
+    assert not in_a_fork(was_renumbered)
+    assert not settings.was_renumbered()
     torch_threads(1)
-    assert settings.was_renumbered(compiled=True)
+    assert settings.was_renumbered()

@@ -16,6 +16,7 @@ from typing import Any
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.new_signatures import FIRST_PAUSE, FREE_CAPTURES, LONGEST_PAUSE, SHARE, STREAK
+from tsopt.runtime.calling.settings import Settings
 from tsopt.runtime.calling.specializations import UNTOLD, call_key, form_of
 
 
@@ -38,6 +39,7 @@ class Refused:
     def __init__(self) -> None:
         self._reasons: dict[Any, str] = {}  # by the form of calls; by the key of those that the model fails on
         self._watch: Watch | None = None  # the model that they are of
+        self._settings = Settings(follows_threads=False)  # of the process then
         self._made: _Latest | None = None
         self.latest, self._is_called = "", False
         self._attempts, self._seconds, self._since = 0, 0.0, time.monotonic()
@@ -53,6 +55,7 @@ class Refused:
         """
         form, key = _form_and_key(call.args, call.kwargs)
         self._reasons, self._watch, self.latest = self._reasons | {form: reason}, watch, reason
+        self._settings = Settings(follows_threads=False)
         self._made = _Latest(form, key, settles)
         self._attempts, self._seconds = self._attempts + 1, self._seconds + seconds
         self._streak, self._pause = 0, FIRST_PAUSE
@@ -83,7 +86,7 @@ class Refused:
             return ""
         if self._is_called or not self._pays():
             return self.latest
-        if watch.changed():
+        if watch.changed() or self._settings.differs():
             self._watch, self._reasons = None, {}
             return ""
         form, key = _form_and_key(args, kwargs)

@@ -34,14 +34,12 @@ class Settings:
         """Takes the names that a model reads: most models query no modes and behave the same in each."""
         self._asked = any(name in names for name in MODES)
 
-    def was_renumbered(self, *, compiled: bool) -> bool:
+    def was_renumbered(self) -> bool:
         """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each.
 
-        Args:
-            compiled: there is something that was compiled for it. The workers of a DataLoader, forks with one thread
-                each, live too short to do so again.
+        No fork has: the workers of a DataLoader, with one thread each, live too short to compile it again.
         """
-        here = threading.get_ident() == self._thread and (not compiled or os.getpid() == self._process)
+        here = threading.get_ident() == self._thread and os.getpid() == self._process
         return self._threads is not None and here and _number_of_threads() != self._threads
 
     def differs(self) -> str:
