@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from tsopt.errors import CaptureError, NotReady, TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.ambient import untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
-from tsopt.runtime.calling.call_effects import call_effects, not_changed, why_eager
+from tsopt.runtime.calling.call_effects import call_effects, effects_of, not_changed, why_eager
 from tsopt.runtime.calling.eager_calls import EagerCalls
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager
@@ -31,8 +30,8 @@ from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
-from tsopt.runtime.calling.refused import Refused
-from tsopt.runtime.calling.served import ELSEWHERE, NOT_FASTER, HybridReport
+from tsopt.runtime.calling.refused import Pauses, Refused
+from tsopt.runtime.calling.served import ELSEWHERE, NOT_FASTER, HybridReport, Told
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn, stand_in
 from tsopt.runtime.report import Report
@@ -68,10 +67,12 @@ class Compiled:
         self._refused, self._changes = Refused(), Counter[str]()
         self._calls, self._seconds = 0, 0.0
         self._stepped_back, self._size = "", 0  # why no compiled form is used although there is one; for which inputs
-        self._unseen = 0  # calls that the model itself serves before the next look
+        # Calls that the model itself serves before the next look; what they were refused for.
+        self._unseen, self._pauses, self._paused_for = 0, Pauses(), ""
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
-        self._said: set[str] = set()
+        told = Told(model)
+        self._warn, self._say, self._say_once = told.warn, told.eager, told.once
         self._turn, self._optimizes = Turn(), False
         forks.tell(self)
 
@@ -80,8 +81,10 @@ class Compiled:
         self._calls += 1
         unseen = self._unseen
         if unseen:
-            self._unseen = unseen - 1
-            return eager(*args, **kwargs)
+            if not self._paused_for or self._pauses.hold(args, kwargs):
+                self._unseen = unseen - 1
+                return eager(*args, **kwargs)
+            self._look_again()
         audits = self._audits
         audits.left = left = audits.left - 1
         if left < 0:
@@ -120,7 +123,7 @@ class Compiled:
         if self._races_again(args, kwargs):
             self._calls -= 1  # it comes to `__call__` once more
             return self(args, kwargs, eager)
-        self._unseen = UNSEEN
+        self._unseen, self._paused_for = UNSEEN, ""
         return eager(*args, **kwargs)
 
     def _races_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -160,11 +163,11 @@ class Compiled:
         known = self.report()
         self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
         self._of_before = self._calls, self._in_eager.total()
-        self.fast = self._watch = None
+        self.fast, self._watch, self._unseen = None, None, 0
         if change:
             self._changes[change] += 1
         if self._stepped_back:
-            self._stepped_back, self._unseen, self._audits = "", 0, Audits(0)
+            self._stepped_back, self._audits = "", Audits(0)
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
@@ -176,10 +179,14 @@ class Compiled:
                     self._drop(RENUMBERED)
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
         anew = self.fast is None and not self._optimizes
-        reason = self.why_eager or self._reason(args, kwargs, self._watch, anew=anew) or self._refusal(args, kwargs)
+        reason = self.why_eager or self._reason(args, kwargs, self._watch, anew=anew)
         if reason:
             self._declined(reason)
             return None
+        reason = self._refused.reason(args, kwargs) if self.fast is None else ""
+        if reason:
+            self._declined(reason)
+            return self._refused.timed(eager, 1 + self._pause(reason, args, kwargs))
         with self._turn.taken() as mine:
             if not mine:  # this thread optimizes another model, and that one may be what the other thread waits for
                 self._in_eager[ELSEWHERE] += 1
@@ -212,7 +219,7 @@ class Compiled:
 
     def _make(self, example: Example) -> str:
         """Compiles the model, or begins to. Returns why it is not compiled for such a call; empty if it is."""
-        self._optimizes = True
+        self._optimizes, self._pauses = True, Pauses()
         try:
             return self._begin() if self.background else self._optimize(example)
         finally:
@@ -221,7 +228,13 @@ class Compiled:
     def _optimize(self, example: Example) -> str:
         self._own.renew()
         audits = Audits(self.options.get("audit", SHARE))
-        start, before = time.perf_counter(), Watch(self.model)
+        start = time.perf_counter()
+        if self._refused.written is not None:  # what calls change outside may be so in this one: that is soon told
+            outside, _, watch = effects_of(self.model, example, self._refused.written)
+            if outside:
+                spent = time.perf_counter() - start
+                return self._refused.add(example, why_eager(outside), watch, spent, settles=True, effects=True)
+        before = Watch(self.model)
         held, why, not_ready = Holdings(before.modules), "", False
         fast: Optimized | Partitioned | InEager | None = None
         try:
@@ -249,7 +262,7 @@ class Compiled:
         apart = stand_in(self.model, watch.written, example) if is_one else None
         outside, inside = call_effects(self.model, watch, example, apart, knows_state=is_one)
         if outside and not _is_eager(fast):
-            return self._refused.add(example, why_eager(outside), watch, spent, settles=True)
+            return self._refused.add(example, why_eager(outside), watch, spent, settles=True, effects=True)
         if is_one and (watch.changed() or held.replaced(watch.written)):
             return self._overwritten()
         if inside and not outside and not _is_eager(fast):
@@ -264,9 +277,7 @@ class Compiled:
 
     def _refuse_effects(self, example: Example) -> None:
         """Raises CaptureError for a call of another form that changes what is outside of the model: eager serves it."""
-        written = getattr(self._watch, "written", ())
-        with kept_outside(self.model):
-            outside, inside = call_effects(self.model, Watch(self.model, written), example)
+        outside, inside, _ = effects_of(self.model, example, getattr(self._watch, "written", ()))
         if outside:
             reason = why_eager(outside)
             self._say(reason, stacklevel=16)
@@ -335,27 +346,22 @@ class Compiled:
         trains = flags and any(training_of(modules_of(self.model)))
         return "a submodule is in training mode: call model.eval() first" if trains else ""
 
-    def _refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why nothing is compiled for such calls, of which some more may then be the model's without a look."""
-        reason = self._refused.reason(args, kwargs) if self.fast is None else ""
-        if reason:
-            self._unseen = unseen = self._refused.pause()
-            self._in_eager[reason] += unseen
-        return reason
+    def _pause(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """After a call that was refused: how many of the next ones are the model's without a look."""
+        self._unseen, self._paused_for = self._pauses.after(args, kwargs), reason
+        self._in_eager[reason] += self._unseen
+        return self._unseen
+
+    def _look_again(self) -> None:
+        """Ends a pause."""
+        unseen, self._unseen = self._unseen, 0
+        self._in_eager[self._paused_for] -= unseen
 
     def _declined(self, reason: str) -> None:
         """A call that the model itself serves."""
         self._doubt()
         self._in_eager[reason] += 1
         self._say(reason)
-
-    def _say(self, reason: str, stacklevel: int = 8) -> None:
-        self._say_once(f" runs in eager mode: {reason}", stacklevel)
-
-    def _say_once(self, text: str, stacklevel: int) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._warn(text, stacklevel)
 
     def report(self) -> HybridReport:
         """Which calls are compiled, and why others are not."""
@@ -371,11 +377,8 @@ class Compiled:
         elif isinstance(fast, Optimized):
             in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
         elif self._unseen:  # which are counted already
-            in_eager = in_eager - Counter({self._refused.latest: self._unseen})
+            in_eager = in_eager - Counter({self._paused_for: self._unseen})
         return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)
-
-    def _warn(self, text: str, stacklevel: int = 5) -> None:
-        warnings.warn(f"tsopt: {name_of(self.model)}{text}", stacklevel=stacklevel)
 
 
 def _is_eager(fast: Optimized | Partitioned) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -184,15 +186,83 @@ def test_a_model_that_always_changes_is_not_always_tried(calls):
     assert len(calls) == refused.FREE_CAPTURES
 
 
-@pytest.mark.usefixtures("first_attempts_only")
-def test_further_attempts_are_made_if_there_is_time(calls, monkeypatch):
-    net = tsopt.hybridize(Decides().eval(), **QUICK, frontend="export")
-    for scale in range(10):
+@pytest.fixture
+def refuses(monkeypatch):
+    """Nothing can be compiled; the calls that somebody has tried to compile."""
+    tried = []
+
+    def optimize(model, example, **options):
+        tried.append(example.args)
+        raise tsopt.CaptureError("no matter")
+
+    monkeypatch.setattr(hybrid_state, "optimize", optimize)
+    return tried
+
+
+@pytest.fixture
+def long_calls(monkeypatch):
+    """Each call takes ages, so that there is time for further attempts."""
+    monkeypatch.setattr(refused.time, "monotonic", itertools.count(0.0, 1e9).__next__)
+
+
+@pytest.mark.usefixtures("long_calls")
+def test_further_attempts_are_made_if_calls_take_long(refuses):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    for scale in range(refused.FREE_CAPTURES + 3):
         net.scale = float(scale)
         net(X)
-    monkeypatch.setattr(refused.time, "monotonic", lambda: 1e9)
-    net(X)
-    assert len(calls) == refused.FREE_CAPTURES + 1
+    assert len(refuses) == refused.FREE_CAPTURES + 2, "after a first call that has taken its time"
+
+
+@pytest.mark.usefixtures("long_calls")
+def test_there_is_a_last_attempt(refuses):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    for scale in range(2 * refused.MAX_CAPTURES):
+        net.scale = float(scale)
+        net(X)
+    assert len(refuses) == refused.MAX_CAPTURES
+
+
+def test_time_without_calls_pays_for_no_attempt(refuses, monkeypatch):
+    net, clock = tsopt.hybridize(Net().eval(), **QUICK), [0.0]
+    monkeypatch.setattr(refused.time, "monotonic", lambda: clock[0])
+    for scale in range(refused.FREE_CAPTURES + 5):
+        net.scale = float(scale)
+        net(X)
+        clock[0] += 1e9
+    assert len(refuses) == refused.FREE_CAPTURES
+
+
+@pytest.mark.usefixtures("first_attempts_only")
+def test_of_attempts_that_take_long_there_are_two(refuses, monkeypatch):
+    monkeypatch.setattr(refused, "FREE_SECONDS", 0.0)
+    net = tsopt.hybridize(Takes().eval(), **QUICK)
+    for form in ("a", "b", "c", "d", "a"):
+        net(X, form)
+    assert [form for _, form in refuses] == ["a", "b"]
+    assert tsopt.report(net).in_eager == {"no matter": 3, refused.UNTRIED: 2}, "each call has a reason of its own"
+
+
+@pytest.mark.usefixtures("long_calls")
+def test_of_forms_of_calls_those_that_come_again_are_tried(refuses, monkeypatch):
+    monkeypatch.setattr(refused, "FREE_CAPTURES", 1)
+    net = tsopt.hybridize(Takes().eval(), **QUICK)
+    for number in range(20):
+        net(X, number / 7)
+    assert len(refuses) == 1
+    net(X, 3 / 7)
+    assert [number for _, number in refuses] == [0.0, 3 / 7]
+
+
+@pytest.mark.usefixtures("single_threaded")
+def test_what_calls_change_outside_of_the_model_is_found_without_another_capture(always_faster, calls):
+    net, before = tsopt.hybridize(Asked().eval(), **QUICK), len(SEEN)
+    for keep in ("a", "b", "c", "a"):
+        net(X, keep=keep)
+    assert (len(calls), len(SEEN) - before) == (1, 4)
+    assert len(tsopt.report(net).in_eager) == 1
+    close(net(X), eager(net))
+    assert is_compiled(net)
 
 
 def test_after_many_calls_that_were_refused_most_are_not_looked_at(calls, monkeypatch):
@@ -210,6 +280,28 @@ def test_after_many_calls_that_were_refused_most_are_not_looked_at(calls, monkey
     for _ in range(refused.LONGEST_PAUSE):
         net(X)
     assert len(calls) == 2, "it is looked at again"
+
+
+def test_after_many_calls_that_were_refused_one_with_other_arguments_is_looked_at(always_faster, monkeypatch):
+    monkeypatch.setattr(refused, "STREAK", 2)
+    net = tsopt.hybridize(Takes().eval(), **QUICK)
+    for _ in range(10):
+        net(X, tell=SEEN.append)
+    close(net(X), eager(net))
+    assert is_compiled(net)
+    found = tsopt.report(net)
+    assert (found.calls, sum(found.in_eager.values())) == (11, 10)
+
+
+def test_how_long_calls_are_not_looked_at_is_drawn(monkeypatch):
+    monkeypatch.setattr(refused, "STREAK", 0)
+    drawn = refused.Pauses(choose=lambda below: below - 1)
+    lengths = [drawn.after((X,), {}) for _ in range(20)]
+    assert (lengths[0], lengths[-1]) == (3 * refused.FIRST_PAUSE // 2 - 1, 3 * refused.LONGEST_PAUSE // 2 - 1)
+    pauses = refused.Pauses()
+    assert len({pauses.after((X,), {}) % 5 for _ in range(100)}) == 5, "each call of a loop has its turn"
+    assert pauses.hold((X,), {})
+    assert not pauses.hold((X,), {"more": 1})
 
 
 def test_a_model_that_is_refused_may_call_itself(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,20 @@ def call_effects(
         before.put_back()
     watch.renew(but_writes=knows_state)
     return outside, inside
+
+
+def effects_of(
+    model: Callable[..., Any], example: Example, written: Iterable[torch.Tensor]
+) -> tuple[list[str], list[str], Watch]:
+    """The same of a call that nothing is compiled for yet, and the model as it is.
+
+    Args:
+        written: the tensors that calls write, as far as is known.
+    """
+    watch = Watch(model, written)
+    with kept_outside(model):
+        outside, inside = call_effects(model, watch, example)
+    return outside, inside, watch
 
 
 def why_eager(outside: list[str]) -> str:

@@ -1,10 +1,13 @@
-"""What has become of the calls of a hybrid: how many are compiled, and why the model itself has served the others."""
+"""What has become of the calls of a hybrid: how many are compiled, why the model serves the others, who is told so."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from tsopt.compiler.capture.names import name_of
 from tsopt.runtime.report import Report
 
 # Why the model itself has served a call.
@@ -12,6 +15,25 @@ NOT_COMPILED = "the signature is not compiled"
 NOT_FASTER = "no compiled form is faster"
 COMPILING = "it is being compiled in the background"
 ELSEWHERE = "another thread compiles it"
+
+
+class Told:
+    """What the user of a hybrid is told, by warnings."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model, self._said = model, set[str]()
+
+    def eager(self, reason: str, stacklevel: int = 8) -> None:
+        """Why the model itself serves a call, once for each reason."""
+        self.once(f" runs in eager mode: {reason}", stacklevel)
+
+    def once(self, text: str, stacklevel: int) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.warn(text, stacklevel)
+
+    def warn(self, text: str, stacklevel: int = 5) -> None:
+        warnings.warn(f"tsopt: {name_of(self._model)}{text}", stacklevel=stacklevel)
 
 
 @dataclass(frozen=True, slots=True)
