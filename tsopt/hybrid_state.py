@@ -305,14 +305,19 @@ class Compiled:
     def _begin(self) -> str:
         self._own.renew()
         audits = Audits(self.options.get("audit", SHARE))
-        made = InBackground(self.model, self.options | {"audit": 0}, self._say, self._why_not)
+        made = InBackground(self.model, self.options | {"audit": 0}, self._say, self._why_not, self._pause)
         self._own.ask(made.asks)
         self._audits = audits
         self.fast = self._watch = made
         return ""
 
-    def _why_not(self, made: Executable | None, watch: Watch, example: Example, apart: StandIn | None) -> str:
-        """Why what was compiled in another process, None if eager won, will not serve calls; empty if it will."""
+    def _why_not(
+        self, made: Executable | None, watch: Watch, example: Example, apart: StandIn | None
+    ) -> tuple[str, bool]:
+        """Why what was compiled in another process, None if eager won, will not serve calls; empty if it will.
+
+        And whether that holds for calls of other sizes as well.
+        """
         fast = self.fast
         if made is None:
             reason = NOT_FASTER
@@ -321,13 +326,14 @@ class Compiled:
             if outside:
                 reason = why_eager(outside)
                 self._say(reason)
-                return reason
+                return reason, True
             if inside:
                 self._say_once(f": {not_changed(inside)}", stacklevel=10)
             reason = self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any
         # Where a policy keeps it from stepping back, what was made serves although it is slower.
-        return "" if alone and not self._steps_back(reason, example) and made is not None else reason
+        serves = alone and not self._steps_back(reason, example) and made is not None
+        return "" if serves else reason, False
 
     def _changed(self) -> bool:
         watch = self._watch  # read once: another thread may drop it

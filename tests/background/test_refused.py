@@ -8,6 +8,11 @@ from torch import nn
 
 import tsopt
 from tests.background.helpers import QUICK, Net, X, reports
+from tsopt.background import in_background
+from tsopt.background.in_background import InBackground
+from tsopt.hybrid import compiled_of
+from tsopt.runtime.calling import refused
+from tsopt.runtime.calling.model_changes import Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
 
@@ -37,6 +42,83 @@ def test_a_lazy_module_is_compiled_once_it_has_weights():
     for _ in range(2):
         settled(net)
     assert [report.winner for report in reports(net)] == ["TorchScript"]
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """How many sizes those jobs are for that were begun."""
+    begun, real = [], in_background.Job
+
+    def job(model, examples, options):
+        begun.append(len(examples))
+        return real(model, examples, options)
+
+    monkeypatch.setattr(in_background, "Job", job)
+    return begun
+
+
+def of_sizes(net, *rows):
+    for count in rows:
+        x = torch.ones(count, 16)
+        assert net(x).shape == x.shape
+        assert tsopt.wait(net)
+
+
+def test_what_calls_change_outside_of_the_model_is_so_in_calls_of_all_sizes(jobs):
+    net, seen = tsopt.hybridize(Net().eval(), **QUICK), {}
+    net.layers[0].register_forward_hook(lambda module, args, output: seen.__setitem__("x", output))
+    of_sizes(net, 4, 9, 9, 12, 12, 12)
+    assert jobs == [1]
+    assert sorted(tsopt.report(net).in_eager.values()) == [1, 5], "the first call while it is being compiled"
+
+
+@pytest.mark.slow
+def test_an_error_that_is_the_same_for_two_sizes_is_so_for_all(jobs):
+    net = tsopt.hybridize(Decides().eval(), **QUICK)
+    of_sizes(net, 4, 9, 12, 12, 15, 15, 15, 20, 20, 20)
+    assert len(jobs) <= 4
+
+
+class NoProcess:
+    """A job that ends at once, in an error."""
+
+    ended, error = True, tsopt.CaptureError("no matter")
+
+    def __init__(self, model, examples, options):
+        self.examples, self.watch = examples, Watch(model)
+
+    def wait(self, seconds):
+        return True
+
+    def answer(self):
+        raise self.error
+
+
+def test_an_error_is_told_of_calls_of_all_sizes_once_it_has_ended_two_jobs(monkeypatch):
+    monkeypatch.setattr(in_background, "Job", NoProcess)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    of_sizes(net, 4, 9, *range(10, 50))
+    behind = compiled_of(net).fast
+    assert behind._started == 2
+
+
+def test_after_many_calls_that_were_refused_most_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr(in_background, "Job", NoProcess)
+    monkeypatch.setattr(refused, "STREAK", 2)
+    net, looks, real = tsopt.hybridize(Net().eval(), **QUICK), [], InBackground.changed
+    monkeypatch.setattr(InBackground, "changed", lambda self: looks.append(1) or real(self))
+    for _ in range(100):
+        settled(net)
+    found = tsopt.report(net)
+    assert len(looks) < 15
+    assert (found.calls, found.in_eager.total(), found.in_eager["no matter"]) == (100, 100, 99)
+    monkeypatch.undo()
+    net.layers[0].linear.weight.data = net.layers[0].linear.weight * 2
+    for _ in range(2 * refused.LONGEST_PAUSE):
+        net(X)
+        if compiled_of(net).fast._job is not None:
+            break
+    assert compiled_of(net).fast._job is not None, "it is looked at again"
 
 
 class Decides(Net):

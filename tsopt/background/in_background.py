@@ -31,6 +31,7 @@ from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import (
     UNTOLD,
     CallKey,
+    Form,
     ForSizes,
     Specializations,
     call_key,
@@ -60,7 +61,9 @@ class InBackground:
     Args:
         say: tells the user why the model itself serves a call.
         why_not: why what was made, nothing if eager has won, will not serve calls such as the one that it was made
-            for, by this model as it is watched; empty if it will. Called in the thread of a call.
+            for, by this model as it is watched, empty if it will; and whether that holds for calls of other sizes as
+            well. Called in the thread of a call.
+        pause: told of a call that the model serves, and why, while nothing serves any call, nor is being compiled.
 
     Attributes:
         reports: of the signatures that are ready, the newest last.
@@ -73,11 +76,13 @@ class InBackground:
         model: Callable[..., Any],
         options: dict[str, Any],
         say: Callable[[str], None],
-        why_not: Callable[[Executable | None, Watch, Example, StandIn | None], str],
+        why_not: Callable[[Executable | None, Watch, Example, StandIn | None], tuple[str, bool]],
+        pause: Callable[[str, tuple[Any, ...], dict[str, Any]], object],
     ) -> None:
         self.model, self.options, self.reports = model, options, list[Report]()
-        self._say, self._why_not = say, why_not
+        self._say, self._why_not, self._pause = say, why_not, pause
         self._reasons: dict[CallKey, str] = {}  # why eager serves calls for which there was a job
+        self._of_all_sizes: dict[Form, str] = {}  # the same, for calls that only differ in their sizes from those
         self._specializations = Specializations()
         # The files of a job are there for as long as what was made from them.
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
@@ -107,7 +112,10 @@ class InBackground:
             except SignatureError:  # what the model asks of this call was answered otherwise for the one before
                 served = self.model
         if served is self.model:
-            self.in_eager[self._why_eager(args, kwargs)] += 1
+            reason = self._why_eager(args, kwargs)
+            self.in_eager[reason] += 1
+            if reason not in (COMPILING, NOT_COMPILED) and self._job is None and not self.has_made_any:
+                self._pause(reason, args, kwargs)
         learning, self._learning = self._learning, None
         unsettled, self._unsettled = self._unsettled, None
         found = served(*args, **kwargs) if unsettled is None else settled(unsettled, served, args, kwargs)
@@ -125,6 +133,9 @@ class InBackground:
             key = call_key(args, kwargs)
             if self._specializations.get(key) is self.model:
                 return self._reasons.get(key, NOT_FASTER)
+            refused = self._of_all_sizes.get(form_of(key))
+            if refused is not None:
+                return refused
             return COMPILING if job is not None and form_of(job.key) == form_of(key) else NOT_COMPILED
         except UNTOLD:
             return NOT_COMPILED
@@ -203,8 +214,8 @@ class InBackground:
             found = self._specializations.serving(key, args, kwargs)
         except UNTOLD:  # what cannot be hashed, or told, cannot be recognized again
             return self.model
-        if found is None and iterator_in(args, kwargs) is not None:  # which is not to be sent, nor called twice
-            return self.model
+        if found is None and (form_of(key) in self._of_all_sizes or iterator_in(args, kwargs) is not None):
+            return self.model  # an iterator is not to be sent, nor called twice
         lock = self._lock
         # Where another thread is at it, it does so for all.
         if found is None and lock.acquire(blocking=False):
@@ -299,11 +310,13 @@ class InBackground:
         watch = job.watch if executable is None else Watch(self.model, executable.state)
         if job.watch.changed():
             return
-        why = self._why_not(executable, watch, job.examples[0], apart)
+        why, of_all_sizes = self._why_not(executable, watch, job.examples[0], apart)
         if why:
             self._reasons[running.key] = why
+            if of_all_sizes:
+                self._of_all_sizes[form_of(running.key)] = why
             if executable is not None:
-                self._refused_as = watch
+                self._refused_as = self._unsettled = watch
             executable = None
         if executable is not None:
             self._files[executable], self._watch, self._searched = job, watch, None
@@ -327,7 +340,11 @@ class InBackground:
 
     def _failed(self, key: CallKey, partner: CallKey | None, error: Exception) -> None:
         """After a job without a result: if it was for many sizes, one for a single size may have one."""
-        if partner is None:
+        reason = _told(error)
+        of_form = [other for other, why in self._reasons.items() if why == reason and form_of(other) == form_of(key)]
+        if isinstance(error, TsoptError) and any(sizes_of(other) != sizes_of(key) for other in of_form):
+            self._of_all_sizes[form_of(key)] = reason  # it is not about sizes, for all that is known
+        if partner is None or form_of(key) in self._of_all_sizes:
             self._fail(key, error)
             return
         seen = self._specializations.seen(key)
@@ -356,10 +373,14 @@ class InBackground:
         return executable
 
     def _fail(self, key: CallKey, error: Exception) -> None:
-        told = (error.what, error.where, error.why) if isinstance(error, TsoptError) else (repr(error),)
-        self._reasons[key] = reason = "; ".join(filter(None, told))
+        self._reasons[key] = reason = _told(error)
         self._say(reason)
         self._specializations.keep(key, self.model)
         self._refused_as = watch = Watch(self.model)
         # What makes a model ready may be its own call, as that of a lazy module.
         self._unsettled = None if isinstance(error, NotReady) else watch
+
+
+def _told(error: Exception) -> str:
+    told = (error.what, error.where, error.why) if isinstance(error, TsoptError) else (repr(error),)
+    return "; ".join(filter(None, told))

@@ -1,4 +1,4 @@
-"""What has become of the calls of a hybrid: how many are compiled, why the model serves the others, who is told so."""
+"""What has become of the calls of a hybrid: how many are compiled, why others are not, and what its user is told."""
 
 from __future__ import annotations
 
