@@ -41,6 +41,7 @@ log = logging.getLogger("tsopt")
 # library that makes many calls once.
 OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
 CHANGES = 3  # times, of each kind, that a compiled form may be given up; but for threads, it is eager's then
+FILLS = 256  # of dicts in calls of the model itself, for each of which the compiled form is compared with it
 CHANGED = "its weights, hooks, attributes or globals change between calls"
 DIFFERED = "audits find again and again that what was compiled differs from it"
 RENUMBERED = "torch's number of threads changes between calls"
@@ -64,11 +65,10 @@ class Compiled:
         self._watch: Watch | InBackground | None = None
         self._own = EagerCalls(model, follows_threads=self.options.get("threads") is None)
         self._reason = self._own.reason  # asked on every call
-        self._refused, self._changes = Refused(), Counter[str]()
+        self._refused, self._pauses, self._changes, self._fills = Refused(), Pauses(), Counter[str](), 0
         self._calls, self._seconds = 0, 0.0
         self._stepped_back, self._size = "", 0  # why no compiled form is used although there is one; for which inputs
-        # Calls that the model itself serves before the next look; what they were refused for.
-        self._unseen, self._pauses, self._paused_for = 0, Pauses(), ""
+        self._unseen, self._paused_for = 0, ""  # calls that the model serves before the next look; what for
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         told = Told(model)
@@ -152,6 +152,17 @@ class Compiled:
         executable = fast.serving(args, kwargs)
         return None if executable is None else executable_difference(executable, self.model, Example(args, kwargs))
 
+    def _after_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Dicts that the model has filled in a call of its own do not count if the example is computed as before."""
+        fast, watch = self.fast, self._watch
+        if not isinstance(fast, Optimized) or not isinstance(watch, Watch) or not watch.changed():
+            return
+        with self._turn.taken(at_once=True) as mine:
+            if mine and self.fast is fast and self._fills < FILLS and watch.has_filled():
+                self._fills, call = self._fills + 1, fast.example
+                if fast.new_signatures.are_left(args, kwargs) and self._audit(fast, call.args, call.kwargs) == "":
+                    watch.take_filled()
+
     def _differs(self, found: str) -> None:
         """After a difference in an audit: the model is optimized again in its current state."""
         with self._turn.taken():
@@ -196,8 +207,8 @@ class Compiled:
             if self.fast is not None:
                 # Asked again: another thread may have compiled it meanwhile, in settings of its own.
                 changed = self._changed()
-                reason = self._trains() if changed else ""
-                reason = reason or self._reason(args, kwargs, None if changed else self._watch)
+                watch = None if changed else self._watch
+                reason = (self._trains() if changed else "") or self._reason(args, kwargs, watch)
                 if reason:
                     self._declined(reason)
                     return None
@@ -232,8 +243,8 @@ class Compiled:
         if self._refused.written is not None:  # what calls change outside may be so in this one: that is soon told
             outside, _, watch = effects_of(self.model, example, self._refused.written)
             if outside:
-                spent = time.perf_counter() - start
-                return self._refused.add(example, why_eager(outside), watch, spent, settles=True, effects=True)
+                took, why = time.perf_counter() - start, why_eager(outside)
+                return self._refused.add(example, why, watch, took, settles=True, effects=True)
         before = Watch(self.model)
         held, why, not_ready = Holdings(before.modules), "", False
         fast: Optimized | Partitioned | InEager | None = None
@@ -253,7 +264,8 @@ class Compiled:
         fast.unwatched()
         is_one = isinstance(fast, Optimized)
         if isinstance(fast, Optimized):
-            fast.new_signatures.refuse = self._refuse_effects
+            others = fast.new_signatures
+            others.refuse, others.after_eager = self._refuse_effects, self._after_eager
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         before.leave_out(watch.written)
         if is_one and (before.was_overwritten() or held.replaced(watch.written)):
@@ -307,17 +319,13 @@ class Compiled:
         audits = Audits(self.options.get("audit", SHARE))
         made = InBackground(self.model, self.options | {"audit": 0}, self._say, self._why_not, self._pause)
         self._own.ask(made.asks)
-        self._audits = audits
-        self.fast = self._watch = made
+        self._audits, self.fast, self._watch = audits, made, made
         return ""
 
     def _why_not(
         self, made: Executable | None, watch: Watch, example: Example, apart: StandIn | None
     ) -> tuple[str, bool]:
-        """Why what was compiled in another process, None if eager won, will not serve calls; empty if it will.
-
-        And whether that holds for calls of other sizes as well.
-        """
+        """Why what another process has compiled, None if eager won, serves no calls; and whether of no size either."""
         fast = self.fast
         if made is None:
             reason = NOT_FASTER
@@ -381,7 +389,7 @@ class Compiled:
             calls, of_these = self._of_before
             in_eager[self._stepped_back] += self._calls - calls - (in_eager.total() - of_these)
         elif isinstance(fast, Optimized):
-            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
+            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.new_signatures.seconds
         elif self._unseen:  # which are counted already
             in_eager = in_eager - Counter({self._paused_for: self._unseen})
         return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)

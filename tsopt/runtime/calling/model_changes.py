@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.model_reads import Reads, content_of, reads_of
+from tsopt.compiler.model_reads import LEAVES, Reads, content_of, reads_of
 from tsopt.compiler.places import ABSENT
 from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
@@ -260,6 +260,47 @@ class Watch:
         classes = zip(found.classes, self._classes, strict=True)
         found.classes = [(cls, name) for (cls, name), before in classes if alike(getattr(cls, name, ABSENT), before)]
 
+    def has_filled(self) -> bool:
+        """Whether all that differs is what dicts hold besides what they held, as caches do that calls fill.
+
+        What is new must be plain values: nothing is looked for below others.
+        """
+        found = self._found
+        others = [
+            *(place.get(name, ABSENT) for place, name in found.slots),
+            *(getattr(cls, name, ABSENT) for cls, name in found.classes),
+            *map(content_of, found.cells),
+            *self._of_functions(),
+        ]
+        dicts = {id(held) for held in found.keyed}
+        same = (
+            self._marks.hold()
+            and [*map(len, found.tables)] == self._sizes
+            and [*map(type, found.typed)] == self._types
+            and [*map(_own, found.whole)] == self._own
+            and all_alike(others, self._all.values[len(self._held) :])
+            and not any(held and id(held) not in dicts for held in found.empty)
+        )
+        keys, values = iter(self._keys.values), iter(self._held)
+        for held, size in zip(found.sized, self._lengths, strict=True):
+            if id(held) in dicts:
+                before = [next(keys) for _ in range(size)]
+                same &= all_alike([*held][:size], before) and all(map(_is_plain, [*values_of(held)][size:]))
+            else:
+                same &= len(held) == size
+        for held, view in zip(found.containers, self._views, strict=True):
+            size = found.lengths[id(held)]
+            before, now = [next(values) for _ in range(size)], [*view]
+            same &= all_alike(now[:size] if id(held) in dicts else now, before)
+        return same
+
+    def take_filled(self) -> None:
+        """From now on what dicts hold is what they hold now, and so are tensors in tuples there."""
+        found = self._found
+        tensors = [*found.tensors, *_tensors_in(tuple(value for held in found.keyed for value in values_of(held)))]
+        found.tensors = [*{id(tensor): tensor for tensor in tensors}.values()]
+        self.renew(but_writes=True)
+
     def was_overwritten(self) -> bool:
         """Whether tensors have been written to, or have been given other memory."""
         return self._marks.overwritten()
@@ -273,3 +314,15 @@ class Watch:
         self._flags = training_of(self.modules)
         self._found.measure()
         self._now(self._marks if but_writes else None)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """A tensor, or those that a tuple holds."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors_in(part)] if type(value) is tuple else []
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether nothing below a value can change, but for what tensors hold."""
+    return isinstance(value, LEAVES) or (type(value) is tuple and all(map(_is_plain, value)))

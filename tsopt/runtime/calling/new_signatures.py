@@ -23,6 +23,7 @@ from tsopt.runtime.calling.specializations import (
     Seen,
     Specializations,
     call_key,
+    form_of,
     loose,
     plain,
     sizes_of,
@@ -58,6 +59,7 @@ class NewSignatures:
     Attributes:
         seconds: that captures have taken.
         refuse: raises CaptureError for a call that must stay the model's own, before it is captured.
+        after_eager: told of each call that the model itself has served.
         skip: how many of the next calls are left to the model without looking for what serves them.
     """
 
@@ -80,6 +82,7 @@ class NewSignatures:
         self._eager, self._check, self._ready, self._note = eager, check, ready, note
         self.kept = Specializations()
         self.refuse: Callable[[Example], None] = lambda example: None
+        self.after_eager: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         self._captures = 0
         self._counts: dict[CallKey, int] = {}
         self.seconds, self._since = 0.0, time.monotonic()
@@ -113,6 +116,17 @@ class NewSignatures:
     def _may_soon_capture(self, found: Callable[..., Any], key: CallKey) -> bool:
         """Whether a call that the model serves comes again, and may then be captured; what is kept for it stays."""
         return found is self._eager and self._captures < MAX_CAPTURES and self._counts.get(loose(key), 0) > 1
+
+    def are_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call differs from the example only in its sizes. What was compiled for others is forgotten then."""
+        try:
+            form = form_of(call_key(args, kwargs, aliasing=self.aliasing))
+        except UNTOLD:
+            return False
+        if form != form_of(call_key(self.example.args, self.example.kwargs, aliasing=self.aliasing)):
+            return False
+        self.kept.leave(form)
+        return True
 
     def _made(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         with self._turn.taken() as mine:

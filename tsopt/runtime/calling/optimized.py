@@ -255,7 +255,9 @@ class Optimized:
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         self._eager_calls += 1
         with contextlib.nullcontext() if self._is_inside else torch.no_grad():
-            return self._mode.as_optimized(self.model)(*args, **kwargs)
+            found = self._mode.as_optimized(self.model)(*args, **kwargs)
+        self.new_signatures.after_eager(args, kwargs)
+        return found
 
     def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = objection_to(args, kwargs)
@@ -298,11 +300,6 @@ class Optimized:
     def in_eager(self) -> Counter[str]:
         """How many calls the model itself has served, by reason."""
         return +Counter({NOT_COMPILED if self.executable is not None else NOT_FASTER: self._eager_calls})
-
-    @property
-    def seconds(self) -> float:
-        """What compiling new signatures has taken."""
-        return self.new_signatures.seconds
 
     def profile(self) -> Profile:
         """Times the layers of a call, on the example: op by op in torch, and in the engine that won.

@@ -255,6 +255,12 @@ class Specializations:
                 return several.executable
         return found
 
+    def leave(self, form: Form) -> None:
+        """Forgets what was compiled for calls of other forms."""
+        kept = ((key, made) for key, made in self._kept.items() if form_of(key) == form)
+        self._kept = OrderedDict(kept)
+        self._forms, self._recent = OrderedDict((mine, self._forms[mine]) for mine in self._forms if mine == form), ()
+
     def keep(self, key: CallKey, made: Callable[..., Any], *, by_layout: bool = False) -> None:
         """Keeps what serves a call, and those like it.
 
