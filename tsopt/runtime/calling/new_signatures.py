@@ -117,17 +117,6 @@ class NewSignatures:
         """Whether a call that the model serves comes again, and may then be captured; what is kept for it stays."""
         return found is self._eager and self._captures < MAX_CAPTURES and self._counts.get(loose(key), 0) > 1
 
-    def are_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call differs from the example only in its sizes. What was compiled for others is forgotten then."""
-        try:
-            form = form_of(call_key(args, kwargs, aliasing=self.aliasing))
-        except UNTOLD:
-            return False
-        if form != form_of(call_key(self.example.args, self.example.kwargs, aliasing=self.aliasing)):
-            return False
-        self.kept.leave(form)
-        return True
-
     def _made(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         with self._turn.taken() as mine:
             if not mine or self._compiling:  # in this very thread: the model calls itself
@@ -150,6 +139,17 @@ class NewSignatures:
         if self.skip <= 0:
             return False
         self.skip -= 1
+        return True
+
+    def are_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call differs from the example only in its sizes. What was compiled for others is forgotten then."""
+        try:
+            form = form_of(call_key(args, kwargs, aliasing=self.aliasing))
+        except UNTOLD:
+            return False
+        if form != form_of(call_key(self.example.args, self.example.kwargs, aliasing=self.aliasing)):
+            return False
+        self.kept.leave(form)
         return True
 
     def found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
