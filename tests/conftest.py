@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,29 @@ def in_a_thread() -> Callable[[Callable[[], object]], None]:
         thread.join()
 
     return run
+
+
+@pytest.fixture
+def meanwhile() -> Iterator[Callable[[AbstractContextManager[object]], None]]:
+    """Has another thread enter a block, in which it stays for as long as a test runs."""
+    done, threads = threading.Event(), []
+
+    def stay(block: AbstractContextManager[object]) -> None:
+        entered = threading.Event()
+
+        def run() -> None:
+            with block:
+                entered.set()
+                done.wait(60)
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+        assert entered.wait(60)
+
+    yield stay
+    done.set()
+    for thread in threads:
+        thread.join(60)
 
 
 @pytest.fixture

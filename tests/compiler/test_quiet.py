@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import warnings
 
 import pytest
 
-from tsopt.compiler.quiet import quiet, silent
+from tests.forks import FORKS, in_a_fork
+from tsopt.compiler.quiet import LOGGERS, quiet, silent, unwarned
 
 
 @pytest.mark.parametrize("stream", ["stderr", "stdout"])
@@ -41,3 +43,49 @@ def test_loggers_are_as_they_were_when_the_last_of_several_blocks_ends(level):
     assert logger.level == logging.CRITICAL
     second.__exit__(None, None, None)
     assert logger.level == level
+
+
+def is_heard():
+    return (
+        logging.getLogger(LOGGERS[0]).level != logging.CRITICAL and ("ignore", None, Warning, None, 0) not in filters()
+    )
+
+
+def filters():
+    return list(warnings.filters)
+
+
+@FORKS
+def test_what_another_thread_silences_is_heard_in_a_fork(meanwhile):
+    meanwhile(quiet())
+    assert not is_heard()
+
+    def is_silenced_again():
+        assert is_heard()
+        with quiet():
+            assert not is_heard()
+        return is_heard()
+
+    assert in_a_fork(is_silenced_again)
+
+
+@FORKS
+def test_what_the_thread_that_forks_silences_stays_until_its_block_ends(meanwhile):
+    meanwhile(quiet())
+    mine = quiet()
+    mine.__enter__()
+    assert in_a_fork(lambda: not is_heard())
+
+    def ends():
+        mine.__exit__(None, None, None)
+        return logging.getLogger(LOGGERS[0]).level != logging.CRITICAL
+
+    assert in_a_fork(ends)
+    mine.__exit__(None, None, None)
+
+
+def test_warnings_are_shown_behind_a_block_that_ignores_them():
+    before = filters()
+    with unwarned():
+        warnings.warn("nobody sees it", stacklevel=1)
+    assert filters() == before

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.forks import FORKS, in_a_fork
 from tsopt.compiler.turns import Turn
 
 
@@ -68,3 +69,27 @@ def test_what_an_error_ends_is_free_again(taken):
     thread.start()
     thread.join(60)
     assert found == [True]
+
+
+@FORKS
+def test_what_another_thread_had_is_free_in_a_fork(taken):
+    def is_free():
+        with taken.taken() as mine:
+            return mine
+
+    assert in_a_fork(is_free)
+
+
+@FORKS
+def test_a_turn_in_which_a_thread_forks_ends_there_as_well():
+    turn = Turn()
+
+    def ends():
+        entered.__exit__(None, None, None)
+        with Turn().taken(), turn.taken() as again:
+            return again
+
+    entered = turn.taken()
+    entered.__enter__()
+    assert in_a_fork(ends)
+    assert ends()

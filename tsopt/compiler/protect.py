@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -21,6 +20,7 @@ from torch.export import ExportedProgram
 from tsopt.compiler.calls.snapshot import in_slots, set_attribute, slot_names
 from tsopt.compiler.contents import Contents
 from tsopt.compiler.other_threads import others_run
+from tsopt.compiler.quiet import unwarned
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
 
@@ -61,8 +61,7 @@ def protected(
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     variables, directory, alone = dict(os.environ), _directory(), not others_run()
     try:
-        with warnings.catch_warnings(), torch.set_grad_enabled(not inference and torch.is_grad_enabled()):
-            warnings.simplefilter("ignore")
+        with unwarned(), torch.set_grad_enabled(not inference and torch.is_grad_enabled()):
             yield
     finally:
         # The process first: whatever becomes of the model, its switches are back.

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tsopt.compiler import forks
+
 _here = threading.local()
 
 
@@ -16,6 +18,11 @@ class Turn:
     """The turn of a thread to do something for which a model is called."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """No thread is there that may have had the turn, but this one."""
         self._lock = threading.RLock()
 
     @contextmanager

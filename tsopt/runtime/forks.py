@@ -1,28 +1,12 @@
-"""What the child of a fork must not share with its parent: locks and engines of threads that it has not, open files."""
+"""What the child of a fork must not share with its parent: engines with threads that it has not, open files."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import functools
-import os
-from typing import Protocol
-from weakref import WeakSet
 
-
-class Forks(Protocol):
-    """What is told when it has become a copy in a fork."""
-
-    def forked(self) -> None:
-        """Lets go of what is the parent's. No other thread runs yet."""
-
-
-_there: WeakSet[Forks] = WeakSet()
-
-
-def tell(item: Forks) -> None:
-    """Tells it of each fork, in the child, for as long as it is there."""
-    _there.add(item)
+from tsopt.compiler.forks import tell as tell
 
 
 def never_free(*items: object) -> None:
@@ -42,12 +26,3 @@ def end_at_once() -> None:
     if hasattr(library, "on_exit"):
         atexit.register(library.fflush, None)  # what C has printed
         library.on_exit(library._exit, None)  # called first, as the last one to be registered
-
-
-def _tell_all() -> None:
-    for item in list(_there):
-        item.forked()
-
-
-if hasattr(os, "register_at_fork"):  # elsewhere nothing forks
-    os.register_at_fork(after_in_child=_tell_all)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import math
+import queue
 import threading
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch.fx import _symbolic_trace
 
+from tests.forks import FORKS, in_a_fork
+from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.capture.thread_patches import TRACING, _Here, apart
 from tsopt.compiler.turns import Turn
 
@@ -126,3 +130,28 @@ def test_a_flag_of_this_thread_adds_up_like_any_other():
     thread.start()
     thread.join()
     assert elsewhere == [(False, False, "False")]
+
+
+class Waits(nn.Module):
+    """Forks, in another thread, while it is traced."""
+
+    def forward(self, x):
+        if torch.compiler.is_exporting():
+            Waits.found.put(elsewhere(lambda: in_a_fork(Waits.check)))
+        return x + 1
+
+
+@FORKS
+def test_a_fork_while_another_thread_traces_calls_what_it_would_call_without_it():
+    before = seen()
+
+    def is_as_before():
+        assert (builtins.max, builtins.min, math.pow, nn.Module.__call__, nn.Module.__getattr__) == functions
+        assert seen() == before
+        return capture(nn.Linear(4, 4).eval(), torch.ones(2, 4)).signature is not None and seen() == before
+
+    functions = (builtins.max, builtins.min, math.pow, nn.Module.__call__, nn.Module.__getattr__)
+    Waits.found, Waits.check = queue.SimpleQueue(), is_as_before
+    capture(Waits().eval(), torch.ones(2, 4))
+    assert Waits.found.get_nowait()
+    assert seen() == before

@@ -20,12 +20,23 @@ from torch import nn
 from torch.export import _trace
 from torch.fx import _symbolic_trace
 
+from tsopt.compiler import forks
 from tsopt.compiler.turns import Turn
 
 TRACING = Turn()  # two tracers at once would see, and put back, each other's functions
 FUNCTIONS = ((builtins, "max"), (builtins, "min"), (math, "pow"))
 FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 FX_FLAG = "_is_fx_tracing_flag"
+PLACES: tuple[tuple[Any, str], ...] = (  # where tracers, and this module, put something else
+    *((nn.Module, name) for name in ("__call__", "__getattr__")),
+    *FUNCTIONS,
+    *((torch.compiler, name) for name in FLAGS),
+    (_symbolic_trace, FX_FLAG),
+    (_symbolic_trace._Patcher, "patch_method"),
+    *((_trace, name) for name in ("_override_builtin_ops", "_compiling_state_context")),
+)
+# Of each block that traces, the number of its thread, and what was there before.
+_PATCHED: list[tuple[int, list[tuple[Any, str, Any]]]] = []
 
 
 @contextmanager
@@ -51,12 +62,32 @@ def apart(on_call: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
             setattr(_symbolic_trace, FX_FLAG, _Here(getattr(_symbolic_trace, FX_FLAG), False))
         patch_method(self, cls, name, _only_here(traced, old), deduplicate)
 
-    with TRACING.taken(waits=True), ExitStack() as stack:
+    with TRACING.taken(waits=True), _noted(), ExitStack() as stack:
         stack.enter_context(patch.object(_symbolic_trace._Patcher, "patch_method", patch_here))
         for name, here in (("_override_builtin_ops", _functions), ("_compiling_state_context", _flags)):
             if hasattr(_trace, name):
                 stack.enter_context(patch.object(_trace, name, functools.partial(here, getattr(_trace, name))))
         yield
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Notes what tracers put something in place of, for a fork meanwhile."""
+    places = [place for place in PLACES if hasattr(*place)]
+    _PATCHED.append((threading.get_ident(), [(owner, name, getattr(owner, name)) for owner, name in places]))
+    try:
+        yield
+    finally:
+        _PATCHED.pop()
+
+
+@forks.in_child
+def _put_back() -> None:
+    """Another thread has traced, and is not there any more."""
+    if _PATCHED and _PATCHED[0][0] != threading.get_ident():
+        for owner, name, value in _PATCHED[0][1]:
+            setattr(owner, name, value)
+        _PATCHED.clear()
 
 
 @contextmanager

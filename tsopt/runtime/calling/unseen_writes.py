@@ -7,7 +7,6 @@ for each parameter, and only reads: a raised counter would make autograd refuse 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -15,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tsopt.compiler import forks
 
 
 class Watcher(Protocol):
@@ -25,13 +26,13 @@ class Watcher(Protocol):
 
 
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = forks.Lock()
 _hooks: list[Any] = []
 
 
 def tell(watcher: Watcher) -> None:
     """Tells it from now on, for as long as it exists."""
-    with _lock:
+    with _lock.held():
         _watchers.add(watcher)
         if not _hooks:
             # NOTE: in a compiled step, which torch itself breaks around fused kernels, it is called all the same.
@@ -41,7 +42,7 @@ def tell(watcher: Watcher) -> None:
 
 def written(tensors: Iterable[torch.Tensor]) -> None:
     """Tells everybody who watches any of these."""
-    with _lock:
+    with _lock.held():
         watchers = [*_watchers]
     places = frozenset(map(place_of, tensors)) if watchers else frozenset()
     for watcher in watchers:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from tsopt.compiler import forks
 from tsopt.compiler.graph.ops import aten
 
 REMOVED = {  # by the exporter, whether it has traced the program again or not
@@ -21,7 +22,7 @@ REMOVED = {  # by the exporter, whether it has traced the program again or not
     aten._assert_tensor_metadata.default,
     aten.sym_constrain_range_for_size.default,
 }
-_CHANGING = threading.RLock()
+_CHANGING = forks.Lock()
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def only_where_needed() -> Iterator[None]:
     if passes is None:
         yield
         return
-    with _CHANGING:
+    with _CHANGING.held():
         decompose, here = passes.decompose_with_registry, threading.get_ident()
 
         def where_needed(program: Any, registry: Any) -> Any:

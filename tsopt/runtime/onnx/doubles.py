@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
+from tsopt.compiler import forks
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.origin import origin_of
@@ -25,7 +26,7 @@ CASTS = ("Cast", "CastLike")
 NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 IN_STAGES = frozenset({"LayerNormalization", "RMSNormalization"})  # they say what the first of their stages rounds to
 FORMULAS = frozenset({"Gelu", "HardSwish", "Selu"})  # ONNX defines them by numbers of float32
-_CHANGING = threading.RLock()
+_CHANGING = forks.Lock()
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def exact_literals() -> Iterator[None]:
     import onnx_ir
 
     double, float32 = (onnx_ir.DataType[name] for name in ("DOUBLE", "FLOAT"))
-    with _CHANGING:
+    with _CHANGING.held():
         converted, here = building._process_python_constants, threading.get_ident()
 
         def exact(signature: Any, inputs: Any, types: Any, constants: Any, opset: Any) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsopt.compiler import forks
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, BundleError, UsageError
@@ -201,7 +202,7 @@ def compiled_model(directory: Path, options: Mapping[str, Any], more: Mapping[st
     if options.get("threads"):
         config["INFERENCE_NUM_THREADS"] = options["threads"]
     config |= more or {}
-    with _MAKING:
+    with _MAKING.held():
         core = _core()
     try:
         model = core.read_model(str(directory / FILE))
@@ -211,7 +212,7 @@ def compiled_model(directory: Path, options: Mapping[str, Any], more: Mapping[st
         raise _failed("OpenVINO rejects the exported model", error) from error
 
 
-_MAKING = threading.Lock()
+_MAKING = forks.Lock()
 
 
 @functools.cache

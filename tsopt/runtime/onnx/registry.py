@@ -15,8 +15,10 @@ from unittest.mock import patch
 
 import torch
 
+from tsopt.compiler import forks
+
 _KEPT: dict[Any, Any] = {}
-_CHANGING = threading.RLock()
+_CHANGING = forks.Lock()
 
 
 @contextmanager
@@ -26,7 +28,7 @@ def made_once() -> Iterator[None]:
     if registry is None:
         yield
         return
-    with _CHANGING:
+    with _CHANGING.held():
         make = registry.from_torchlib
 
         def kept(*args: Any, **options: Any) -> Any:
