@@ -20,7 +20,8 @@ def end_at_once() -> None:
     """Once Python has ended, so does the process, with the same status.
 
     ONNX Runtime and OpenVINO would clean up first, and wait for threads of the parent's (1.31, 2026.4). Only the C
-    library of GNU can be told not to.
+    library of GNU can be told not to, and only by ending before them: what C code has registered with `atexit` before
+    the fork is not called in the child, for HDF5 or a profiler. What it registers afterwards is.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "on_exit"):
