@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.by_dynamo import compiled
+import tsopt
+from tests.by_dynamo import OPTIONS, compiled
+from tsopt.runtime.calling.graph_parts import Graph
+from tsopt.runtime.calling.partitioned import PART
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -136,3 +139,31 @@ def test_a_model_that_is_gone_is_not_kept_by_its_graph(made, always_faster):
     del model
     gc.collect()
     assert [item() for item in there] == [None] * len(there)
+
+
+class Sided(nn.Module):
+    """Branches by a value, in which a number of the object's is a constant."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.k = k
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x * self.k, lambda x: x - self.k, (x,))
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_graphs_that_differ_in_a_branch_alone_are_not_taken_for_each_other():
+    known = {}
+
+    def backend(graph, _):
+        graph.eval()  # the branches as well, or it runs as it is
+        return Graph(graph, lambda part, inputs: tsopt.optimize(part, inputs, **PART | OPTIONS), known)
+
+    model, x = Sided(2).eval(), torch.ones(3)
+    with torch.no_grad():
+        fast = torch.compile(model, backend=backend)
+        for model.k in (2, 5, 2):
+            for sign in (1, -1):
+                torch.testing.assert_close(fast(x * sign), model(x * sign))
+    assert len(known) == 2

@@ -341,7 +341,7 @@ class Graph:
         """What decides about a graph: dynamo traces the same one again, for a counter in Python, say."""
         what = [id(value) if isinstance(value, nn.Parameter) else _type_of(value) for value in args]
         own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
-        return self.graph.code, *what, *own
+        return *_code_of(self.graph), *what, *own
 
 
 class _Bound(nn.Module):
@@ -366,6 +366,15 @@ class _Bound(nn.Module):
         return self.graph.forward(
             *[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
         )
+
+
+def _code_of(graph: fx.GraphModule) -> list[Any]:
+    """What a graph and the branches and loops in it compute. Different functions may be written alike."""
+    return [
+        (name, item.code, *[id(node.target) for node in item.graph.nodes if node.op == "call_function"])
+        for name, item in graph.named_modules()
+        if isinstance(item, fx.GraphModule)
+    ]
 
 
 def _type_of(value: Any) -> Any:
