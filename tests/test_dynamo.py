@@ -269,3 +269,34 @@ def test_parts_of_a_value_that_overlap_are_written_past_a_graph_break(fresh_dyna
         found = torch.compile(function, backend="tsopt", options=options)(x)
     for mine, wanted in zip(found, function(x), strict=True):
         torch.testing.assert_close(mine, wanted)
+
+
+class Reduced(nn.Module):
+    """In float16, with a number among its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            y = self.fc(x)
+            return y * y.sum().item() + self.shift
+
+
+def test_a_graph_that_cannot_be_probed_leaves_autocast_as_it_was(made):
+    model, x, dtype = Reduced().eval(), torch.randn(3, 8), torch.get_autocast_dtype("cpu")
+    wanted = model(x).detach()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        torch.testing.assert_close(compiled(model)(x), wanted)
+    assert len(made) == 1
+    assert torch.get_autocast_dtype("cpu") == dtype
+    for _ in range(2):  # weights that it has cast are kept until the outermost block ends
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model.fc(x)
+        torch.testing.assert_close(
+            found.float(), torch.nn.functional.linear(x, *model.fc.parameters()), atol=0.1, rtol=0.1
+        )
+        with torch.no_grad():
+            model.fc.weight.add_(3)

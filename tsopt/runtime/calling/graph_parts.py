@@ -17,6 +17,7 @@ from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.origin import origin_in
 from tsopt.compiler.protect import training_of
+from tsopt.compiler.thread_modes import modes_kept, switches_modes
 from tsopt.compiler.turns import Turn
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime import forks
@@ -353,6 +354,7 @@ class _Bound(nn.Module):
         graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
         self.graph = graph
         self.places = tuple(weights)
+        self.switches = switches_modes(graph)
         for i, value in weights.items():
             if isinstance(value, nn.Parameter):
                 self.register_parameter(f"weight_{i}", cast(nn.Parameter, alias_of(value)))
@@ -363,9 +365,11 @@ class _Bound(nn.Module):
     def forward(self, *values: Any) -> Any:
         rest = iter(values)
         count = len(self.places) + len(values)
-        return self.graph.forward(
-            *[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
-        )
+        args = [getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
+        if not self.switches:
+            return self.graph.forward(*args)
+        with modes_kept():
+            return self.graph.forward(*args)
 
 
 def _code_of(graph: fx.GraphModule) -> list[Any]:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler.protect import same_bytes
+from tsopt.compiler.thread_modes import modes_kept
 from tsopt.runtime.calling import unseen_writes
 
 log = logging.getLogger("tsopt")
@@ -204,7 +205,8 @@ def written_by(call: Callable[..., Any], args: Sequence[Any]) -> frozenset[int] 
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.no_grad():
             given = [_fake(mode, value) if isinstance(value, torch.Tensor) else value for value in args]
             before = {i: value._version for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
-            call(*given)
+            with modes_kept():
+                call(*given)
             return frozenset(i for i, version in before.items() if given[i]._version != version)
     except Exception as error:  # of an op that has no fake form, or needs values
         log.info("what a graph of TorchDynamo writes cannot be told: %r", error)
