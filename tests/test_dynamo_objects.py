@@ -167,3 +167,27 @@ def test_graphs_that_differ_in_a_branch_alone_are_not_taken_for_each_other():
             for sign in (1, -1):
                 torch.testing.assert_close(fast(x * sign), model(x * sign))
     assert len(known) == 2
+
+
+@pytest.fixture
+def swapping():
+    """Conversions and loading swap the content of parameters with that of others, which no weak reference may watch."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.usefixtures("swapping", "always_faster")
+def test_parameters_can_be_swapped_with_others(made):
+    model, x = Block().eval(), torch.randn(3, 4)
+    fast = compiled(model)
+    with torch.no_grad():
+        fast(x)
+        there = weakref.ref(made[0].fast)
+        model.load_state_dict({name: value + 1 for name, value in Block().state_dict().items()})
+        torch.testing.assert_close(fast(x), model(x))
+        gc.collect()
+        assert there() is None
+        model.double()
+        torch.testing.assert_close(fast(x.double()), model(x.double()))

@@ -35,6 +35,7 @@ from tsopt.compiler.calls.snapshot import (
 )
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.tensor_life import LIFE
 
 log = logging.getLogger("tsopt")
 # What makes instances of classes whose instances are their attributes, and elements for containers.
@@ -189,7 +190,7 @@ class Shadow:
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=False)
             made.requires_grad_(tensor.requires_grad)
-        made.__dict__.update(tensor.__dict__)
+        made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name != LIFE})
         self._tensors[id(tensor)], self._tensors[id(made)] = made, tensor
         return made
 

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler.protect import same_bytes
+from tsopt.compiler.tensor_life import life_of
 from tsopt.compiler.thread_modes import modes_kept
 from tsopt.runtime.calling import unseen_writes
 
@@ -64,7 +65,7 @@ class GraphWeights:
             if weights is not None:
                 weights.gone()
 
-        self._lives = [weakref.ref(value, dies) for value in weights.values()]
+        self._lives = [weakref.ref(life_of(value), dies) for value in weights.values()]
         unseen_writes.tell(self)
 
     def are(self, args: Sequence[Any]) -> bool:

@@ -1,0 +1,18 @@
+"""When a tensor ends, without a weak reference to it: `torch.utils.swap_tensors` refuses tensors that have any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LIFE = "_tsopt_life"  # attribute of a tensor
+
+
+def life_of(tensor: torch.Tensor) -> set[Any]:
+    """What is there for as long as a tensor is, or until it is swapped with another one.
+
+    An empty set, which anybody can load that the tensor is saved for. That of a copy is the copy's own.
+    """
+    found: set[Any] = tensor.__dict__.setdefault(LIFE, set())
+    return found
