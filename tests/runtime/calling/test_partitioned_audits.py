@@ -83,6 +83,51 @@ def test_parts_that_leave_no_trace_are_compared_beside_another_thread(in_a_threa
     assert model.norm.num_batches_tracked == 7
 
 
+class Sides(nn.Module):
+    """Does something on one side of a branch that it does not do on the other."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.layer, self.does, self.calls = nn.Linear(8, 8), does, 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if x.sum() < 0:
+            return -y
+        if self.does == "counts":
+            self.calls += 1
+        elif self.does == "writes":
+            self.count.add_(1)
+        elif self.does == "draws":
+            y = y * torch.rand(8)
+        return y * 2
+
+
+@pytest.mark.usefixtures("parts_win", "another_thread")
+@pytest.mark.parametrize("does", ["counts", "writes", "draws"])
+def test_a_call_that_takes_another_branch_than_the_example_is_not_audited_beside_another_thread(does):
+    model, x = Sides(does).eval(), X.abs()
+    fast = optimized(model, -x, frontend="parts")
+    assert fast.backend == "parts"
+    assert fast.difference((x,), {}) is None
+    assert (model.calls, model.count) == (0, 0)
+    assert fast.difference((-x,), {}) == ""
+
+
+@pytest.mark.usefixtures("parts_win", "another_thread")
+def test_what_another_thread_does_during_an_audit_that_leaves_no_trace_stays(in_a_thread):
+    model, x = Sides("counts").eval(), X.abs()
+
+    def work():
+        model.calls += 1
+        model.count.add_(1)
+
+    fast = beside_another(optimized(model, -x, frontend="parts"), work, in_a_thread)
+    assert fast.difference((-x,), {}) == ""
+    assert (model.calls, model.count) == (1, 1)
+
+
 @pytest.mark.usefixtures("parts_win")
 def test_what_parts_do_not_notice_an_audit_finds(monkeypatch):
     monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))

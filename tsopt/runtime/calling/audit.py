@@ -176,6 +176,7 @@ def difference(
     limit: float | None = None,
     runs_python: bool = False,
     draws: bool = True,
+    traceless: bool = False,
 ) -> str | None:
     """How a candidate differs from the model on a call; "" if it does not, None if that cannot be decided.
 
@@ -187,6 +188,7 @@ def difference(
         limit: of the relative error of each output, for a candidate in a lower precision.
         runs_python: the candidate runs Python code of the model, which may change its modules.
         draws: calls may draw random numbers. If they do not, the generators are not restored while other threads run.
+        traceless: this call changes nothing of the model. What other threads change meanwhile is left alone.
 
     Never raises an Exception: the caller has not asked for an audit.
     """
@@ -194,7 +196,7 @@ def difference(
         leaves, structure = flatten((call.args, call.kwargs))
         if any(leaf.is_floating_point() and not bool(widened(leaf).isfinite().all()) for leaf in leaves):
             return None  # differences on NaN and infinities are only notes
-        modules = modules_of(model)
+        modules = [] if traceless else modules_of(model)
         buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
         written = list({id(tensor): tensor for tensor in (*buffers, *state)}.values())
         # A buffer that the program does not write may have been written by another thread, which must not be undone.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from torch import fx, nn
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.capture.names import name_of
+from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import InEvalMode, is_untouched, modules_of, protected, training_of
@@ -46,6 +48,7 @@ from tsopt.runtime.racing.timing import ColdStart, first_calls, seconds_of_calls
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, IN_PARTS, MODEL, Report, Row
 
+log = logging.getLogger("tsopt")
 PARTS = "partitioned"
 SCRIPT = "TorchScript, frozen"  # for TorchScript, which TorchDynamo does not trace
 KEYS = {PARTS: IN_PARTS, SCRIPT: "torchscript"}  # as options `frontend`, which lead there, too
@@ -69,7 +72,7 @@ class Partitioned:
         backend: `parts`; `torchscript` for a TorchScript model; `eager` if the model itself is the fastest.
 
     Args:
-        leaves_no_trace: a call of the model changes nothing of it and draws no random numbers.
+        leaves_no_trace: a call of the model on its example changes nothing of it and draws no random numbers.
     """
 
     def __init__(
@@ -135,11 +138,11 @@ class Partitioned:
             return None  # in training mode the model is no reference
         if iterator_in(args, kwargs) is not None:
             return None  # the first of the two calls would consume it
-        if others_run() and not self._leaves_no_trace:
-            return None  # nobody knows what to put back, and what is theirs
-        draws = not self._leaves_no_trace
+        draws, call, beside_others = not self._leaves_no_trace, Example(args, kwargs), others_run()
         with torch.no_grad(), kept_outside(self.model):
-            return difference(self._run, self.model, Example(args, kwargs), runs_python=True, draws=draws)
+            if beside_others and (draws or not _copy_leaves_no_trace(self.model, call)):
+                return None  # nobody knows what to put back, and what is theirs
+            return difference(self._run, self.model, call, runs_python=True, draws=draws, traceless=beside_others)
 
     def unwatched(self) -> None:
         """Turns off audits, for a caller that audits it and watches the weights itself. Calls run in its modes."""
@@ -290,6 +293,21 @@ def _leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
     """Whether a call changes no attribute and no buffer, and draws no random numbers."""
     call, before = InputSet("example", example).clone(), RandomState.now()
     return is_untouched(model, lambda: model(*call.args, **call.kwargs)) and before.is_current()
+
+
+def _copy_leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
+    """The same, of a call of a shadow copy: a call that takes another branch than the example may do more.
+
+    Other threads do not call the copy.
+    """
+    shadow = shadow_of(model)
+    if shadow is None and modules_of(model):
+        return False
+    try:
+        return _leaves_no_trace(model if shadow is None else shadow.called, example)
+    except Exception as error:  # of the model: the call itself will raise it
+        log.info("a call could not be audited: %r", error)
+        return False
 
 
 def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
