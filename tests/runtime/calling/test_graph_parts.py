@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from tsopt.errors import CaptureError
 from tsopt.runtime.calling import graph_forms, graph_parts, unseen_writes
-from tsopt.runtime.calling.graph_parts import Graph, as_lines, weigh
+from tsopt.runtime.calling.graph_parts import FOR_EACH, SPENT, Graph, Purse, as_lines, weigh
 
 X = torch.ones(4)
 
@@ -318,3 +318,56 @@ def test_what_is_released_runs_unchanged_and_holds_nothing():
         for weight in weights:
             assert torch.equal(graph(X, weight), X * weight)
     assert (made, graph.every_fast) == ([], [])
+
+
+class Told(Compiled):
+    report = SimpleNamespace(is_eager=False, nodes=(1, 1), winner="onednn")
+
+
+def taking_its_time(seconds, **options):
+    def optimize(bound, _):
+        Clock.now += seconds
+        return Told(bound)
+
+    return scaled(optimize, **options)
+
+
+def test_all_objects_together_take_the_time_of_all_parts():
+    weights, graph, other = numbered(6), taking_its_time(FOR_EACH), taking_its_time(FOR_EACH)
+    graph.purse = other.purse = Purse(2.5 * FOR_EACH)
+    graph.share, budgets = 1.0, []
+    with torch.no_grad():
+        for weight in (*weights, *weights):
+            budgets.append(graph.budget)
+            assert torch.equal(graph(X, weight), X * weight)
+    assert budgets[:3] == [2.5 * FOR_EACH, 1.5 * FOR_EACH, FOR_EACH]
+    assert (len(graph.every_fast), graph.refused) == (2, SPENT)
+    assert as_lines([graph]) == ["part 1: 1 op nodes, onednn wins", f"part 1: {SPENT}"]
+    with torch.no_grad():
+        for weight in weights:
+            assert torch.equal(other(X, weight), X * weight)
+    assert len(other.every_fast) == 1, "each part is optimized once"
+
+
+def test_objects_of_graphs_that_turn_up_later_count_as_such():
+    graph, weights = taking_its_time(1.0), numbered(4)
+    graph.has_room = lambda: graph.tries <= 2
+    with torch.no_grad():
+        for weight in weights:
+            assert torch.equal(graph(X, weight), X * weight)
+    assert len(graph.every_fast) == 2
+
+
+@pytest.mark.parametrize(("calls", "count"), [(1, 9), (5, 24)])
+def test_changes_of_all_objects_that_end_in_vain_are_as_many_as_those_of_one(monkeypatch, calls, count):
+    monkeypatch.setattr(graph_parts, "PAYS", 5)
+    made, weights = [], numbered(6)
+    graph = scaled(lambda bound, _: made.append(1) or Compiled(bound), changes=3)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(8):
+            for weight in weights * calls:
+                assert torch.equal(graph(X, weight), X * weight)
+            for weight in weights:
+                weight.add_(1)
+    assert len(made) == count

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def _all_matter(monkeypatch):
-    """No part is left as it is because it takes little of the time."""
+    """No part is left as it is because it takes little of the time, or others took much."""
+    monkeypatch.setattr(partitioned, "FOR_ALL", float("inf"))
     monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(graph_parts, "COVERED", 2.0)
 
@@ -31,6 +32,16 @@ def test_equal_blocks_with_breaks_inside_are_all_optimized(made):
     fast = optimized(model, frontend="parts")
     torch.testing.assert_close(fast(X), model(X).detach())
     assert sorted(len(graph.every_fast) for graph in made if graph.share) == [3, 3]
+
+
+@pytest.mark.usefixtures("parts_win", "always_faster")
+def test_when_the_time_for_all_is_spent_each_part_has_been_optimized_for_one_block(made, monkeypatch):
+    monkeypatch.setattr(partitioned, "FOR_ALL", 0.0)
+    model = nn.Sequential(*[Block() for _ in range(3)]).eval()
+    fast = optimized(model, frontend="parts")
+    torch.testing.assert_close(fast(X), model(X).detach())
+    assert sorted(len(graph.every_fast) for graph in made if graph.share) == [1, 1]
+    assert "parts 1, 2: left as it is for further objects: the time for all parts is spent" in fast.report.text
 
 
 def counted(model):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,14 +17,13 @@ from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.origin import origin_in
 from tsopt.compiler.protect import training_of
-from tsopt.compiler.thread_modes import modes_kept, switches_modes
 from tsopt.compiler.turns import Turn
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.audit import LOOK_AT
-from tsopt.runtime.calling.graph_forms import Form, Forms
-from tsopt.runtime.calling.graph_weights import Constants, alias_of, silently_written, written_among
+from tsopt.runtime.calling.graph_forms import PAYS, Form, Forms
+from tsopt.runtime.calling.graph_weights import Bound, Constants, silently_written, written_among
 from tsopt.runtime.calling.optimized import Optimized
 
 log = logging.getLogger("tsopt")
@@ -36,8 +35,9 @@ LATER, MOST_LATER = 5, 4
 CALLS, CALL_SECONDS = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
 LOSSES = 3  # times that weights are replaced before the form for them has paid; then no other is made
 MOST_OBJECTS = 128  # that a graph is optimized for, each with its own weights
-# Seconds for optimizing all parts, about, but this many for each at least.
+# Seconds for optimizing all parts, about, but this many for each at least, however many objects call it.
 FOR_ALL, FOR_EACH = 120.0, 20.0
+SPENT = "left as it is for further objects: the time for all parts is spent"
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
@@ -84,7 +84,8 @@ def as_lines(graphs: Sequence[Graph]) -> list[str]:
     for number, item in enumerate(graphs, 1):
         reports = [fast.report for fast in item.every_fast]
         wins = [f"{report.nodes[1]} op nodes, {report.winner} wins" for report in reports]
-        for outcome in dict.fromkeys(wins or [item.refused]):  # that of each object, where several call it
+        left = [item.refused] if item.refused or not wins else []
+        for outcome in dict.fromkeys([*wins, *left]):  # that of each object, where several call it
             found.setdefault(outcome, []).append(number)
     return [f"part{'s' if len(numbers) > 1 else ''} {_said(numbers)}: {what}" for what, numbers in found.items()]
 
@@ -100,6 +101,13 @@ def _said(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
+@dataclass
+class Purse:
+    """Seconds that are left for optimizing graphs, all of them together."""
+
+    left: float = float("inf")
+
+
 class Graph:
     """One graph of TorchDynamo: optimized at its first call without gradients, otherwise run unchanged.
 
@@ -109,6 +117,7 @@ class Graph:
 
     Args:
         changes: how often it is optimized again when weights have been written to; then it is run unchanged with them.
+            So often for each object; and for all of them together, if what was made has not paid by then.
 
     Attributes:
         refused: why it was not optimized.
@@ -116,7 +125,9 @@ class Graph:
         share: of the time of a call, with the weights of one object; None if that is not known.
         late: seconds of a call of the model, for a graph that turned up when the others had been weighed: its first
             call weighs it.
-        has_room: whether one more of these is optimized.
+        has_room: whether one more of these is optimized, or one for another object.
+        purse: what is spent on it.
+        tries: how often it was optimized.
         wait: until the device is done.
     """
 
@@ -137,7 +148,8 @@ class Graph:
         self._forward = graph.forward  # not the module, which prints what it raises
         self._writes = silently_written(graph.graph)
         self._place = next(filter(None, (origin_in(node.meta).get("source") for node in graph.graph.nodes)), "")
-        self._changes, self._losses = changes, LOSSES
+        self._changes, self._vain, self._losses = changes, changes, LOSSES
+        self.purse, self.tries = Purse(), 0
         self.known = {} if known is None else known  # by what decides about them
         self.refused = ""
         self._objects: set[tuple[int, ...]] = set()  # the parameters of those that called it while it was timed
@@ -216,7 +228,8 @@ class Graph:
             changes = self._changes if changed is None else changed.changes
             if changed is not None and not self._constants.vary(changed.rewritten(args), args):
                 changes -= 1
-            if changed is not None and changes < 0:
+                self._vain -= changed.calls < PAYS
+            if changed is not None and min(changes, self._vain) < 0:
                 changed.give_up()
                 if self._changes:
                     self._stop("its weights change between calls")
@@ -282,8 +295,8 @@ class Graph:
 
     @property
     def budget(self) -> float | None:
-        """The seconds that may be spent on it; None if it is not known how much it matters."""
-        return None if self.share is None else max(FOR_EACH, FOR_ALL * self.share)
+        """The seconds that may be spent on it for one object; None if it is not known how much it matters."""
+        return None if self.share is None else max(FOR_EACH, min(FOR_ALL * self.share, self.purse.left))
 
     def leave(self, reason: str) -> None:
         """It is run unchanged from now on."""
@@ -301,11 +314,16 @@ class Graph:
         if self._is_left:
             self._is_closed = True
             return
+        self.tries += 1
+        if self.tries > 1 and (self.purse.left < FOR_EACH or not self.has_room()):
+            self._refuse(SPENT)
+            return
+        start = time.perf_counter()
         form = Form(weights, changes)  # before it is optimized: what is written meanwhile is a change
         try:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                fast = found(_Bound(self.graph, weights, self._place), example(*values))
+                fast = found(Bound(self.graph, weights, self._place), example(*values))
         except UsageError as error:
             self._warn(f"runs as it is: {'; '.join(filter(None, (error.what, error.fix)))}")
             self._refuse(error.what)
@@ -314,6 +332,8 @@ class Graph:
             log.info("a graph of torch.compile is not optimized: %s", error)
             self._refuse(error.what)
             return
+        finally:
+            self.purse.left -= time.perf_counter() - start
         if written_among(weights.values(), fast.program.state.values()):
             self._refuse("it writes to its weights")  # those of the object that it was optimized for
             return
@@ -335,7 +355,7 @@ class Graph:
             return False
         self._forms.add(form)
         self._served = form
-        self.late, self._tried = None, True
+        self.late, self._tried, self.refused = None, True, ""
         return True
 
     def _key(self, args: Sequence[Any]) -> Any:
@@ -343,33 +363,6 @@ class Graph:
         what = [id(value) if isinstance(value, nn.Parameter) else _type_of(value) for value in args]
         own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
         return *_code_of(self.graph), *what, *own
-
-
-class _Bound(nn.Module):
-    """The graph with its weights, called with the rest. It does not keep the weights alive, but their memory."""
-
-    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor], place: str) -> None:
-        super().__init__()
-        self.original_name = re.sub(r"\W+", "_", f"graph at {place}" if place else "graph")  # in reports and warnings
-        graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
-        self.graph = graph
-        self.places = tuple(weights)
-        self.switches = switches_modes(graph)
-        for i, value in weights.items():
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(f"weight_{i}", cast(nn.Parameter, alias_of(value)))
-            else:
-                self.register_buffer(f"weight_{i}", alias_of(value))
-        self.training = False
-
-    def forward(self, *values: Any) -> Any:
-        rest = iter(values)
-        count = len(self.places) + len(values)
-        args = [getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
-        if not self.switches:
-            return self.graph.forward(*args)
-        with modes_kept():
-            return self.graph.forward(*args)
 
 
 def _code_of(graph: fx.GraphModule) -> list[Any]:

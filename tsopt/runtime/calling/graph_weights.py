@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler.protect import same_bytes
 from tsopt.compiler.tensor_life import life_of
-from tsopt.compiler.thread_modes import modes_kept
+from tsopt.compiler.thread_modes import modes_kept, switches_modes
 from tsopt.runtime.calling import unseen_writes
 
 log = logging.getLogger("tsopt")
@@ -185,6 +186,33 @@ class Constants:
             return False
         self._inputs |= written
         return True
+
+
+class Bound(nn.Module):
+    """The graph with its weights, called with the rest. It does not keep the weights alive, but their memory."""
+
+    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor], place: str) -> None:
+        super().__init__()
+        self.original_name = re.sub(r"\W+", "_", f"graph at {place}" if place else "graph")  # in reports and warnings
+        graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
+        self.graph = graph
+        self.places = tuple(weights)
+        self.switches = switches_modes(graph)
+        for i, value in weights.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(f"weight_{i}", cast(nn.Parameter, alias_of(value)))
+            else:
+                self.register_buffer(f"weight_{i}", alias_of(value))
+        self.training = False
+
+    def forward(self, *values: Any) -> Any:
+        rest = iter(values)
+        count = len(self.places) + len(values)
+        args = [getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
+        if not self.switches:
+            return self.graph.forward(*args)
+        with modes_kept():
+            return self.graph.forward(*args)
 
 
 def _is_owned(value: Any) -> bool:

@@ -34,7 +34,7 @@ from tsopt.compiler.script_state import attributes_written
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
-from tsopt.runtime.calling.graph_parts import MOST_LATER, Graph, as_lines, weigh
+from tsopt.runtime.calling.graph_parts import FOR_ALL, MOST_LATER, Graph, Purse, as_lines, weigh
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.weights import Weights
@@ -198,7 +198,7 @@ class Parts:
         self.call_seconds: float | None = None
         self._lease, self._wait = lease, wait
         self._known: dict[Any, Graph] = {}
-        self._weighed = 0
+        self._weighed, self._purse = 0, Purse(FOR_ALL)
 
     def backend(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         number = len(self.graphs) + 1
@@ -212,9 +212,16 @@ class Parts:
 
         made = Graph(graph, announced, self._known)
         made.is_timed, made.late, made.wait = self.call_seconds is None, self.call_seconds, self._wait
-        made.has_room = lambda: sum(item.is_wanted for item in self.graphs[self._weighed :]) <= MOST_LATER  # itself too
+        made.purse = self._purse
+        if made.late is not None:
+            made.has_room = self._has_room
         self.graphs.append(made)
         return made
+
+    def _has_room(self) -> bool:
+        """Whether one more late graph is optimized: one that asks is among them."""
+        late = [graph for graph in self.graphs[self._weighed :] if graph.is_wanted]
+        return sum(max(graph.tries, 1) for graph in late) <= MOST_LATER
 
     def weigh(self, timed_call: Callable[[], float]) -> None:
         """Finds out which graphs are worth optimizing; those that turn up from now on are late."""
