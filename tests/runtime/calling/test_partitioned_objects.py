@@ -16,6 +16,9 @@ from tsopt.runtime.calling.partitioned import PARTS
 from tsopt.runtime.racing.speedup import Timing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+REGIONS = pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="eight models share what dynamo has"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +60,7 @@ def counted(model):
     return len(graphs)
 
 
-@pytest.mark.skipif(
-    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="eight models share what dynamo has"
-)
+@REGIONS
 @pytest.mark.slow
 @pytest.mark.usefixtures("parts_win", "always_faster")
 def test_one_model_of_a_class_after_another_is_optimized_and_leaves_dynamo_to_the_user():
@@ -67,6 +68,36 @@ def test_one_model_of_a_class_after_another_is_optimized_and_leaves_dynamo_to_th
         fast = optimized(Block().eval(), frontend="parts", seconds=0.01)
         assert "2 of 2 parts optimized" in fast.report.frontend
     assert counted(Block().eval()) == 2
+
+
+@REGIONS
+@pytest.mark.usefixtures("parts_win", "always_faster", "single_threaded")
+def test_models_that_are_gone_leave_room_for_others_of_their_class():
+    with torch._dynamo.config.patch(accumulated_recompile_limit=3):
+        for _ in range(5):
+            fast = optimized(Block().eval(), frontend="parts", seconds=0.01)
+            assert "2 of 2 parts optimized" in fast.report.frontend
+            del fast
+            gc.collect()
+        assert counted(Block().eval()) == 2
+
+
+@REGIONS
+@pytest.mark.usefixtures("parts_win", "always_faster", "single_threaded")
+def test_what_others_of_its_class_have_is_kept_when_a_model_is_gone(made):
+    mine, users = Block().eval(), Block().eval()
+    fast, compiled = optimized(mine, frontend="parts", seconds=0.01), torch.compile(users, backend="eager")
+    with torch.no_grad():
+        compiled(X)
+    optimized(Block().eval(), frontend="parts", seconds=0.01)
+    gc.collect()
+    other = optimized(Block().eval(), frontend="parts", seconds=0.01)
+    count = len(made)
+    with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(compiled(X), users(X))
+        torch.testing.assert_close(fast(X), mine(X))
+        other(X)
+    assert len(made) == count
 
 
 @pytest.mark.parametrize("wins", [True, False])

@@ -32,6 +32,7 @@ from tsopt.compiler.quiet import silent
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import attributes_written
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
+from tsopt.runtime.calling import dynamo_regions
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
 from tsopt.runtime.calling.graph_parts import FOR_ALL, MOST_LATER, Graph, Purse, as_lines, weigh
@@ -59,8 +60,8 @@ PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 # A graph, an example of its inputs, and the seconds that may be spent.
 OptimizePart = Callable[[Callable[..., Any], Example, float | None], Optimized]
 NO_GRAPHS = (
-    "TorchDynamo compiles none of its code; if it has compiled many models of this class, torch._dynamo.reset() lets "
-    "it start again"
+    "TorchDynamo compiles none of its code; if it has compiled many models of this class, in all of the process, "
+    "torch._dynamo.reset() lets it start again"
 )
 
 
@@ -191,11 +192,13 @@ class Parts:
     Attributes:
         graphs: in the order in which they were traced.
         call_seconds: of a call of the model, with its graphs as they are, once these have been weighed.
+        region: where TorchDynamo keeps what it has compiled.
     """
 
     def __init__(self, lease: weakref.ref[Lease], wait: Callable[[], None]) -> None:
         self.graphs: list[Graph] = []
         self.call_seconds: float | None = None
+        self.region: int | None = None
         self._lease, self._wait = lease, wait
         self._known: dict[Any, Graph] = {}
         self._weighed, self._purse = 0, Purse(FOR_ALL)
@@ -230,6 +233,7 @@ class Parts:
 
     def release(self) -> None:
         """Lets go of what the graphs were optimized to."""
+        dynamo_regions.end(self.region)
         for graph in self.graphs:
             graph.release()
         self._known.clear()
@@ -267,7 +271,9 @@ def optimize_partitioned(
     parts = lease.parts
     state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
     with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
+        dynamo_regions.forget_the_ended()
         title, run = _compiled(model if script is None else script, parts.backend)
+        parts.region = dynamo_regions.region_of(run)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
         inputs = Judge(oracle).inputs
