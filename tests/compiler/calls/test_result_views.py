@@ -95,16 +95,36 @@ def test_of_many_sizes_the_rest_are_whole_inputs_or_copies():
     [
         lambda h: h.transpose(0, 1).reshape(h.shape[1], -1),
         lambda h: h.transpose(0, 1).contiguous(),
-        lambda h: h.mT.transpose(0, 1).flatten(),
+        lambda h: h.transpose(0, 1).flatten(),
     ],
 )
 @pytest.mark.parametrize("of", [lambda x: x + 1, lambda x: x])
-def test_what_is_a_view_only_of_one_row_is_a_copy(of, part):
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_a_view_only_of_one_row_is_one_there_and_a_copy_of_more(of, part, rows):
     def model(x):
         h = of(x)
         return h, part(h)
 
-    assert views(model, torch.ones(1, 4, 3), dynamic={"x": {0: "rows"}})[1] is None
+    program = tsopt.capture(model, torch.ones(rows, 4, 3), dynamic={"x": {0: "rows"}})
+    assert program.signature.returned[1].view.where == (("rows", 1),)
+    again = signature_json.from_json(signature_json.to_json(program.signature))
+    assert again.outputs == program.signature.outputs
+    fast = tsopt.compile(program, "eager")
+    for count in (1, 3, 1, 2):
+        x = torch.arange(count * 12.0).reshape(count, 4, 3)
+        for found, expected in zip(fast(x), model(x), strict=True):
+            assert torch.equal(found, expected)
+        for called in (fast, model):
+            whole, moved = called(x.clone())
+            moved.add_(1)
+            is_view = bool(whole.sum() != of(x).sum())
+            assert is_view == (count == 1)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_a_copy_of_one_row_as_well_is_one(rows):
+    found = views(lambda x: x.mT.transpose(0, 1).flatten(), torch.ones(rows, 4, 3), dynamic={"x": {0: "rows"}})
+    assert found == [None]
 
 
 def test_sizes_that_are_one_are_one_in_its_places():
@@ -206,6 +226,9 @@ def test_a_signature_keeps_them_in_json(dynamic):
         ["input", 0, [], [4, 2], [1, 4], 0, [["1", "4"], "s0", []]],
         ["input", 0, [], [4, 2], [1, 4], 0, [["1", "4"], "s0", ["rows"]]],  # no such size
         ["input", 0, [], [4, 2], [1, 4], 0, [["1", 4], "0", []]],
+        ["input", 0, [], [4, 2], [1, 4], 0, {"rows": 1}],  # no such size
+        ["input", 0, [], [4, 2], [1, 4], 0, {"rows": "1"}],
+        ["input", 0, [], {"rows": -1}],
         ["input", 0, [], [4, 2], [1, 4], 0, 3],
         "input",
         7,

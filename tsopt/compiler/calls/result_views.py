@@ -29,6 +29,7 @@ class View:
         shape, stride, offset: the elements of that tensor that the view has, counted from its first one; all None
             where it is that tensor itself.
         places: strides and offset for any sizes, in a program for many; the others are those of the example.
+        where: the sizes at which it is a view, by Dim, and a copy at others; empty: at all.
     """
 
     kind: str
@@ -38,20 +39,24 @@ class View:
     stride: tuple[int, ...] | None = None
     offset: int | None = None
     places: Places | None = None
+    where: tuple[tuple[str, int], ...] = ()
 
-    def at(self, sizes: Mapping[str, int], shape: tuple[int, ...]) -> View:
-        """The view as it is for the sizes of a call, in which the result has this shape.
+    def at(self, sizes: Mapping[str, int], shape: tuple[int, ...]) -> View | None:
+        """The view as it is for the sizes of a call, in which the result has this shape; None where it is a copy.
 
         Raises:
             ValueError: its places cannot be computed for these sizes.
         """
+        if any(sizes[name] != size for name, size in self.where):
+            return None
         if self.places is None:
-            return self
+            return replace(self, where=())
         stride, offset = self.places.at(sizes)
         return replace(self, shape=shape, stride=stride, offset=offset, places=None)
 
     def renamed(self, name: str, other: str) -> View:
-        return self if self.places is None else replace(self, places=self.places.renamed(name, other))
+        where = tuple((other if dim == name else dim, size) for dim, size in self.where)
+        return replace(self, places=self.places and self.places.renamed(name, other), where=where)
 
     def within(self, base: Any, value: Any) -> Any:
         """The view of a call's tensor; `value`, which is a copy, where that tensor has another layout."""
@@ -85,28 +90,42 @@ class View:
 
     def to_json(self) -> list[Any]:
         whole = [self.kind, self.of, None if self.layout is None else list(self.layout)]
+        where = [dict(self.where)] if self.where else []
         if self.shape is None:
-            return whole
+            return [*whole, *where]
         part = [*whole, list(self.shape), list(self.stride or ()), self.offset]
         if self.places is None:
-            return part
+            return [*part, *where]
         return [*part, [list(self.places.stride), self.places.offset, list(self.places.dims)]]
 
     @classmethod
     def from_json(cls, data: Any) -> View:
         """Raises ValueError for what is not a view. Whether it stays within its tensor, `fits` says."""
         kind, of, layout, *part = data
+        where = part.pop() if part and isinstance(part[-1], dict) else {}
         places = _places_from(part.pop(), len(part[1])) if len(part) == 4 else None
         made = cls(kind, of, None if layout is None else tuple(layout), *map(_as_tuple, part))
-        numbers = (of, *(made.layout or ()), *(made.shape or ()), *(made.stride or ()), made.offset or 0)
+        numbers = (
+            of,
+            *(made.layout or ()),
+            *(made.shape or ()),
+            *(made.stride or ()),
+            made.offset or 0,
+            *where.values(),
+        )
         known = kind in (INPUT, OUTPUT, JOINT) and len(part) in (0, 3)
         known = known and (kind != JOINT or (len(part) == 3 and layout is not None and len(layout) == 1))
         if not known or not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
             raise ValueError(f"invalid view: {str(data)[:80]}")
-        return replace(made, places=places)
+        return replace(made, places=places, where=tuple(where.items()))
 
     def fits(self, base: TensorType, own: TensorType) -> bool:
-        """Whether it lies within a tensor of one type, and is of the type that its result has."""
+        """Whether it lies within a tensor of one type, and is of the type that its result has.
+
+        At single sizes the result may have another shape: `within` compares it.
+        """
+        if self.where:
+            own = replace(own, shape=base.shape if self.shape is None else self.shape)
         if base.dtype != own.dtype or base.device != own.device:
             return False
         if self.kind == JOINT and self.layout and self.stride and self.offset is not None:

@@ -240,9 +240,16 @@ class Signature:
 
     @property
     def viewed(self) -> tuple[tuple[int, View], ...]:
-        """The user's inputs, by position, whose layout decides whether a result is a view of them; and the views."""
+        """The user's inputs, by position, whose layout decides whether a result is a view of them; and the views.
+
+        Not those at single sizes: at all others, and in another layout, the result is a copy.
+        """
         users = len(self.user_inputs)
-        views = [item.view for item in self.returned if item.view is not None and item.view.kind == INPUT]
+        views = [
+            item.view
+            for item in self.returned
+            if item.view is not None and item.view.kind == INPUT and not item.view.where
+        ]
         found = {(view.of, view.layout): (view.of, view) for view in views if view.of < users}
         return tuple(pair for pair in found.values() if pair[1].layout is not None)
 

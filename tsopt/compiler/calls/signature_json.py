@@ -104,6 +104,8 @@ def _check_views(signature: Signature) -> None:
         names = {dim.name for dim in signature.dims}
         if item.view.places is not None and (item.view.kind == JOINT or not names.issuperset(item.view.places.dims)):
             sound = False
+        if not names.issuperset(name for name, _ in item.view.where):
+            sound = False
         if not sound or base is None or not item.view.fits(base.type, item.type):
             raise BundleError("the stored signature is damaged", why=f"{item.name} is not a valid view")
 

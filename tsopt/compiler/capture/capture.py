@@ -15,10 +15,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tsopt.compiler.calls.conditions import Places
 from tsopt.compiler.calls.effects import Effect, outcome_of
 from tsopt.compiler.calls.example import Example, as_examples
-from tsopt.compiler.calls.result_views import INPUT, JOINT, View
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
@@ -26,6 +24,7 @@ from tsopt.compiler.capture.export_errors import explain, failure_of_the_model
 from tsopt.compiler.capture.frontends import READERS, by_fx, by_torchscript, computes_the_same, replayed, strictly
 from tsopt.compiler.capture.lowering import follows_default_dtype, functional, lower
 from tsopt.compiler.capture.names import collected, input_names, name_of
+from tsopt.compiler.capture.program_views import with_views
 from tsopt.compiler.capture.recorded_questions import Asked, asked_by
 from tsopt.compiler.capture.refusals import (
     check_apart,
@@ -48,8 +47,7 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import protected, training_flags, training_of
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
-from tsopt.compiler.sizes.specialize import sizes_in, traced_sizes
-from tsopt.compiler.sizes.symbols import PLACES, shapes_of, symbols_of, with_dims, with_sizes
+from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims, with_sizes
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, UsageError
 
 log = logging.getLogger("tsopt")
@@ -199,7 +197,8 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
     check_repeated(examples[0], program.signature.written_inputs)
     signature = replace(program.signature, collected=collected(model, program.signature.outer))
-    return _with_views(replace(program, signature=_with_answers(signature, asked)), asked, examples[0], traced.views)
+    program = replace(program, signature=_with_answers(signature, asked))
+    return with_views(program, model, asked, examples[0], traced, wanted)
 
 
 def _with_answers(signature: Signature, asked: Asked) -> Signature:
@@ -212,55 +211,6 @@ def _with_answers(signature: Signature, asked: Asked) -> Signature:
 
 def _default_dtype() -> str:
     return str(torch.get_default_dtype()).removeprefix("torch.")
-
-
-def _with_views(program: Program, asked: Asked, example: Example, traced_views: Sequence[View | None]) -> Program:
-    """The same, whose results are views where those of the model are, as it was asked with the example.
-
-    Args:
-        traced_views: as it was asked with the sizes of the trace.
-    """
-    signature = program.signature
-    known = program.graph.output_node().meta.pop(PLACES, ())
-    if len(asked.views) != len(signature.returned):
-        return program
-    users = len(signature.user_inputs)
-    held = {id(program.state[item.name]): users + i for i, item in enumerate(signature.state_inputs)}
-    returned = [at for item, at in zip(signature.outputs, known, strict=True) if not item.writes] if known else []
-    sizes = sizes_in(signature, example) if returned else {}
-    views = []
-    for number, view in enumerate(asked.views):
-        made = view
-        if view is not None and view.shape is not None and signature.dims:
-            at = returned[number] if returned else None
-            made = _for_many_sizes(view, at, sizes, signature.returned[number].type.shape, traced_sizes(signature))
-            there = traced_views[number] if len(traced_views) == len(asked.views) else None
-            made = made if made is not None and replace(made, places=None) == there else None
-        if made is not None and made.kind == INPUT and made.of >= users:
-            position = held.get(id(asked.buffers[made.of - users]))
-            made = None if position is None else replace(made, of=position)
-        views.append(made)
-    seen = iter(views)
-    outputs = [item if item.writes else replace(item, view=next(seen)) for item in signature.outputs]
-    return replace(program, signature=replace(signature, outputs=tuple(outputs)))
-
-
-def _for_many_sizes(
-    view: View, places: Places | None, seen: Mapping[str, int], shape: tuple[int, ...], traced: Mapping[str, int]
-) -> View | None:
-    """A part for all sizes; None where its places are not known for them.
-
-    Args:
-        seen: the sizes at which the view was seen.
-        shape, traced: of the result, and the sizes, in the trace.
-    """
-    if places is None or view.kind == JOINT or view.shape is None or view.layout != ():
-        return None
-    found = replace(view, places=places)
-    try:
-        return replace(found.at(traced, shape), places=places) if found.at(seen, view.shape) == view else None
-    except ValueError:
-        return None
 
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:

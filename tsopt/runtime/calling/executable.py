@@ -101,7 +101,7 @@ class Executable:
         # Views of results behind those of inputs: what they are views of is settled then.
         views = ((i, item.view) for i, item in enumerate(returned) if item.view is not None)
         self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
-        self._parts_by_size = any(view.places is not None for _, view in self._views)
+        self._parts_by_size = any(view.places is not None or view.where for _, view in self._views)
         self._placed: dict[tuple[Any, ...], list[tuple[int, View]]] = {}  # the views, by the sizes of a call
         self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
         self._runs(run)
@@ -264,7 +264,8 @@ class Executable:
         placed = self._placed.get(key)
         if placed is None:
             sizes = {name: next(iter(size)) for name, size in self.signature.sizes_of(given).items()}
-            placed = [(i, view.at(sizes, shape)) for (i, view), shape in zip(self._views, shapes, strict=True)]
+            pairs = zip(self._views, shapes, strict=True)
+            placed = [(i, found) for (i, view), shape in pairs if (found := view.at(sizes, shape)) is not None]
             if len(self._placed) >= REMEMBERED:
                 self._placed = {}
             self._placed[key] = placed
