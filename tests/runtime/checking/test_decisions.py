@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsopt
 from tsopt.runtime.checking.accuracy import Oracle, verify
@@ -146,6 +147,9 @@ MASKS = {
     "or": (lambda y, t: (y > t) | (y > 2), None),
     "a choice of numbers": (lambda y, t: torch.where(y > t, 255, 7), 9),
     "a choice of tensors": (lambda y, t: torch.where(y > t, torch.arange(6), -torch.arange(6)), 99),
+    "a choice of decisions": (lambda y, t: torch.where(y < 9, (y > t) & (y < 2), -1), -1),
+    "a choice of their opposites": (lambda y, t: torch.where(y < 9, ~(y > t), 7), 7),
+    "a choice that is true or false": (lambda y, t: torch.where(y < 9, y > t, False), None),
     "several": (lambda y, t: torch.where(~((y > t) & (y < 2)), 3, torch.where(y > t, 4, 5)), 6),
 }
 
@@ -159,6 +163,32 @@ def test_what_is_made_of_a_comparison_may_be_what_the_other_decision_gives(case)
     if other is not None:
         third = lambda x: torch.where((x * 3 - 0.5).abs() < 1e-5, other, model(x))  # noqa: E731
         assert not judged(model, third, NEAR_A_HALF).ok
+
+
+def in_all_bands(y, lowest):
+    inside = y > lowest
+    for number in range(12):
+        inside = inside & (y < 2 + number)
+    return inside
+
+
+class Sorts(TorchDispatchMode):
+    """Counts calls that sort."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten.sort
+        return func(*args, **(kwargs or {}))
+
+
+def test_of_many_decisions_each_is_looked_at_once():
+    model = lambda x: in_all_bands(x * 3, 0.5)  # noqa: E731
+    with Sorts() as sorts:
+        verdict = judged(model, lambda x: in_all_bands(x.double() * 3, 0.5 - 1e-5), NEAR_A_HALF)
+    assert verdict.test == "decision"
+    assert 0 < sorts.count <= 13 * len(verdict.inputs)
+    assert not judged(model, lambda x: in_all_bands(x * 3, 0.3), NEAR_A_HALF * 0.8).ok
 
 
 def test_a_decision_of_numbers_that_are_compared_as_they_are_stays_one_behind_a_choice():
