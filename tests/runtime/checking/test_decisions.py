@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsopt
@@ -110,15 +111,53 @@ def test_a_whole_number_on_which_rounding_has_no_hold_is_not_replaced_by_any_oth
     assert "uint8 values differ" in verdict.reason
 
 
+def rounded_otherwise(x, way):
+    product = x.double() * 255.0
+    return torch.where(product == x * 255.0, product, product * (1 + way * 1e-6))
+
+
 @pytest.mark.parametrize("way", [1, -1])
 @pytest.mark.parametrize("cut", [torch.trunc, torch.floor, torch.ceil, torch.round])
 def test_a_number_next_to_a_jump_becomes_what_is_on_either_side_of_it_and_nothing_else(cut, way):
     middles = (torch.arange(1.0, 200.0) + (0.5 if cut is torch.round else 0.0)) / 255.0
     edges = torch.cat([middles * (1 + side * 2**-23) for side in (-1, 0, 1)])
     model = lambda x: cut(x * 255.0).clamp(0.0, 255.0).to(torch.uint8)  # noqa: E731
-    near = lambda x: cut(x.double() * 255.0 * (1 + way * 1e-6)).clamp(0.0, 255.0).to(torch.uint8)  # noqa: E731
+    near = lambda x: cut(rounded_otherwise(x, way)).clamp(0.0, 255.0).to(torch.uint8)  # noqa: E731
     assert judged(model, near, edges).test == "decision"
     assert not judged(model, lambda x: (near(x).int() + way * 2).clamp(0, 255).to(torch.uint8), edges).ok
+
+
+SEVENTHS = {
+    "ceil": (lambda y: y.ceil().long(), 7),
+    "floor": (lambda y: y.floor().to(torch.int32), -7),
+    "a cast": (lambda y: y.clamp(0, 9).to(torch.uint8), 41),
+    "equal": (lambda y: y == 3, 7),
+    "greater": (lambda y: y > 3, 7),
+    "a part of a mask": (lambda y: ~((y > 3) & (y < 5)), 7),
+    "a difference": (lambda y: (y - 1).ceil().long(), 7),
+    "copies": (lambda y: F.interpolate(y[None], scale_factor=2).ceil().int(), 7),
+}
+
+
+@pytest.mark.parametrize("case", SEVENTHS)
+def test_where_eager_gives_the_exact_quotient_another_one_is_wrong(case):
+    made, divisor = SEVENTHS[case]
+    x = torch.arange(1.0, 41.0).reshape(1, 40)
+    model = lambda x: made(x / divisor)  # noqa: E731
+    found = judged(model, lambda x: made(x * (1 / divisor)), x)
+    assert not found.ok
+    assert judged(model, lambda x: made(x.double() / divisor), x).ok
+
+
+def test_an_exact_square_root_is_not_off_by_rounding():
+    model = lambda x: (x * x).sqrt().floor().long()  # noqa: E731
+    assert not judged(model, lambda x: (x * x * (1 - 2**-22)).sqrt().floor().long(), torch.arange(9.0)).ok
+
+
+def test_an_exact_sum_of_many_may_be_computed_in_another_way():
+    model = lambda x: (x.sum(1) / 3).ceil().long()  # noqa: E731
+    x = torch.arange(24.0).reshape(4, 6)
+    assert judged(model, lambda x: ((x.double() * (1 / 3)).sum(1) * (1 + 1e-7)).ceil().long(), x).test == "decision"
 
 
 def test_a_cast_that_wraps_is_not_taken_for_one_that_saturates():
