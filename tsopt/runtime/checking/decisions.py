@@ -9,7 +9,7 @@ from torch import fx
 
 from tsopt.compiler.analysis.jumps import CASTS, COMPARISONS, is_decision, jump
 from tsopt.compiler.analysis.ranged_call import base_name
-from tsopt.compiler.graph.values import Unknown
+from tsopt.compiler.graph.values import Unknown, Values
 from tsopt.runtime.checking.margins import (
     CHOICES,
     Known,
@@ -20,6 +20,7 @@ from tsopt.runtime.checking.margins import (
     sources_of,
     upstream,
 )
+from tsopt.runtime.checking.other_decisions import OtherDecisions
 
 # Of these the sizes of results are in the order of those of the operand, and nothing is rounded.
 MONOTONE = CASTS | {"floor", "ceil", "trunc", "round", "sign", "relu", "relu6", "hardtanh", "clamp", "clamp_min"}
@@ -48,17 +49,35 @@ def decided_within_rounding(
     own: Known,
     result: torch.Tensor,
     reference: torch.Tensor,
+    program: Values | None = None,
 ) -> bool:
     """Whether what a call returns differs only where a decision is within rounding, and is what the other one gives.
 
     Args:
         wide: the values that the decision depends on, in float64: `values_behind`.
         own: the same values in the dtypes of the program.
+        program: all values in these dtypes, as rounding may have decided before, too; None where it has not.
     """
-    if any(isinstance(values[source], Unknown) for source in values_behind(node) for values in (wide, own)):
+    sources = values_behind(node)
+    if any(isinstance(values[source], Unknown) for source in sources for values in (wide, own)):
         return False
+    before = None if program is None else OtherDecisions(_numbers_behind(node), program)
+    if before is not None and before.differ:
+        wide = before.as_made(sources)  # otherwise what other decisions make would be taken for rounding
+        if any(isinstance(wide[source], Unknown) for source in sources):
+            return False
     possible = _Question(node, result, reference, Margins(wide, own)).possible() | (result == reference)
+    for other in before.otherwise([node, *sources]) if before is not None and not bool(possible.all()) else ():
+        if other.own[node].shape == result.shape:
+            possible = possible | _Question(node, result, other.own[node], other).possible()
     return possible.shape == result.shape and bool(possible.all())
+
+
+def _numbers_behind(node: fx.Node) -> list[fx.Node]:
+    """What is compared, cut or chosen among."""
+    followed = _followed(node)
+    numbers = (source for item in followed for source in _origin(item) or sources_of(item))
+    return [source for source in dict.fromkeys(numbers) if source not in followed]
 
 
 class _Question:
@@ -67,7 +86,7 @@ class _Question:
     Of each value behind the call it is asked once, however many others are made of it.
 
     Args:
-        reference: what the call returns in the dtypes of the program.
+        reference: what the call returns by the decisions that the margins are of.
     """
 
     def __init__(self, node: fx.Node, result: torch.Tensor, reference: torch.Tensor, margins: Margins) -> None:
@@ -114,7 +133,7 @@ class _Question:
     def _truth_of(self, part: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         parts, name = self._parts(part), base_name(part)
         if not parts:
-            no, yes = (torch.full_like(self._own(part), value) for value in (False, True))
+            no, yes = (torch.full_like(self._made(part), value) for value in (False, True))
             return self._may_be_made(part, no), self._may_be_made(part, yes)
         no, yes = self._truth(part.args[0])
         if name in CASTS:
@@ -130,27 +149,21 @@ class _Question:
 
     def _may_be_made(self, part: fx.Node, result: torch.Tensor) -> torch.Tensor:
         """Where a result is what a call may make of numbers."""
-        is_own = result == self._own(part)
+        is_made = result == self._made(part)
         if base_name(part) in COMPARISONS:
             margin = self.margins.of(part)
-            return is_own if margin is None else is_own | margin.is_within
-        origin = _origin(part)
-        return _between_ends(part, result, *self._ends(origin[0])) if origin else is_own
-
-    def _ends(self, origin: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the largest that rounding may make of a number."""
-        value, reach = self.margins.wide[origin], self.margins.reach(origin)
-        decisions = (item for item in upstream(origin) if is_decision(item) or breaks_ties(item))
-        if any(roundings(sources_of(item)) for item in decisions):
-            reach = reach.clamp(min=1.0)  # rounding may have made another decision before: off by one step
-        return value - reach, value + reach
+            return is_made if margin is None else is_made | margin.is_within
+        for origin in _origin(part):
+            value, reach = self.margins.wide[origin], self.margins.reach(origin)
+            return is_made | _between_ends(part, result, value - reach, value + reach)
+        return is_made
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
         """The decisions that a call is made of, if they are all followed."""
         parts = _parts(node) if node in self._followed else []
         return parts if self._followed.issuperset(parts) else []
 
-    def _own(self, part: fx.Node) -> torch.Tensor:
+    def _made(self, part: fx.Node) -> torch.Tensor:
         found: torch.Tensor = self.reference if part is self.node else self.margins.own[part]
         return found
 

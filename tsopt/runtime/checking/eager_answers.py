@@ -254,9 +254,12 @@ class EagerAnswers:
             return False
         output = self._outputs()[position]
         sources = values_behind(output)
-        with self.frozen(None, self.state, expected.inputs.kind):
-            own = dict(zip(sources, self._own_values(expected).compute(sources), strict=True))
-        return decided_within_rounding(output, wide, own, value, reference)
+        try:
+            with self.frozen(None, self.state, expected.inputs.kind), at_most(self._patience):
+                own = dict(zip(sources, self._own_values(expected).compute(sources), strict=True))
+                return decided_within_rounding(output, wide, own, value, reference, self._own_values(expected))
+        except TimeoutError:  # by other decisions, a loop of the model may not end
+            return False
 
     def is_open(self, expected: Expected, position: int) -> bool:
         """Whether rounding, or the order of equal values, may decide what an output is; also if that is not known."""

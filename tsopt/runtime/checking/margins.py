@@ -34,20 +34,7 @@ UNROUNDED = (
 ) - {"dropout"}
 # Of these IEEE 754 says the last bit. Where eager gives the float64 value itself, another value is a wrong one.
 CORRECTLY_ROUNDED = frozenset(
-    {
-        "add",
-        "sub",
-        "subtract",
-        "rsub",
-        "mul",
-        "multiply",
-        "div",
-        "divide",
-        "true_divide",
-        "reciprocal",
-        "sqrt",
-        "square",
-    }
+    {*("add", "sub", "subtract", "rsub", "mul", "multiply"), *("div", "divide", "true_divide", "reciprocal", "sqrt")}
 )
 Known = Mapping[fx.Node, Any] | Values
 PEERS = 100.0  # times a number: others as large as this say how it is rounded; a mask of -1e9 among them does not
