@@ -128,3 +128,30 @@ def test_of_numbers_so_large_that_rounding_leaves_no_digit_any_remainder_may_be_
     large = ROWS[0] * 1e7
     assert judged(model, lambda x: model(x, WEIGHTS[0].double()), large).test == "decision"
     assert not judged(model, lambda x: model(x) + 20, large).ok
+
+
+# Several decisions are close, of which float64 makes one otherwise.
+SEVERAL = torch.cat([torch.linspace(0.49999, 0.499999, 20), torch.tensor([0.5, 0.9])]) / 3
+
+
+def area(y):
+    return (y * 3 > 0.5).float().sum(-1, keepdim=True).to(torch.int32)
+
+
+def best(y):
+    steps = (y * 3 * 10000).round()
+    return torch.stack([steps.sum(-1), steps[..., -2:].sum(-1) * 10 + 0.5]).argmax(0)
+
+
+def test_of_decisions_that_are_added_up_only_some_may_be_made_otherwise():
+    assert judged(area, lambda x: area(x.double()), SEVERAL).ok
+    assert not judged(area, lambda x: area(x) + 50, SEVERAL).ok
+    assert judged(best, lambda x: best(x.double()), SEVERAL).ok
+
+
+def test_a_step_follows_from_another_step_before_it():
+    def model(x):
+        return ((x * 3).round() * 0.7).round().mul(10).add(1).to(torch.int32)
+
+    assert judged(model, lambda x: model(x.double()), NEAR_A_HALF).ok
+    assert not judged(model, lambda x: model(x.double()).clamp(max=5), NEAR_A_HALF).ok

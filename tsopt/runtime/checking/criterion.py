@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tsopt.compiler.calls.calibration import counted
+from tsopt.compiler.calls.calibration_again import counted
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph.origin import user_frame

@@ -67,9 +67,19 @@ def decided_within_rounding(
         if any(isinstance(wide[source], Unknown) for source in sources):
             return False
     possible = _Question(node, result, reference, Margins(wide, own)).possible() | (result == reference)
-    for other in before.otherwise([node, *sources]) if before is not None and not bool(possible.all()) else ():
+    if before is None or bool(possible.all()):
+        return possible.shape == result.shape and bool(possible.all())
+    combined = [source for source in sources if _is_number(source) and before.are_combined(source)]
+    further: dict[fx.Node, torch.Tensor] = {}
+    for other in before.otherwise([node, *sources]):
         if other.own[node].shape == result.shape:
             possible = possible | _Question(node, result, other.own[node], other).possible()
+        for source in combined if other.own[node].shape == result.shape else ():
+            # Of many decisions, only some may be made otherwise: what they make is in between.
+            moved = (other.wide[source] - wide[source]).abs()
+            further[source] = torch.maximum(further.get(source, moved), moved)
+    if further:
+        possible = possible | _Question(node, result, reference, Margins(wide, own, further)).possible()
     return possible.shape == result.shape and bool(possible.all())
 
 
@@ -178,6 +188,11 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     if name in NOT | AND | OR:
         return sources if is_boolean else []
     return sources[:1] if name in CASTS and is_made and sources and _is_boolean(sources[0]) else []
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and is_float(value)
 
 
 def _is_boolean(node: fx.Node) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,10 +80,11 @@ class Margins:
     Args:
         wide: values in float64.
         own: the same values in the dtypes of the program.
+        further: how much further some of the values may be moved, by other decisions before them.
     """
 
-    def __init__(self, wide: Known, own: Known) -> None:
-        self.wide, self.own = wide, own
+    def __init__(self, wide: Known, own: Known, further: Mapping[fx.Node, torch.Tensor] | None = None) -> None:
+        self.wide, self.own, self._further = wide, own, further or {}
 
     def of(self, node: fx.Node) -> Margin | None:
         """Of a comparison, or of a call whose result jumps at some numbers."""
@@ -96,7 +97,8 @@ class Margins:
                 return (torch.as_tensor(value, device=place) for value in given)
 
             (a, b), (own_a, own_b) = values(self.wide), values(self.own)
-            return self._between(sources, a, b, own_a, own_b)
+            found = self._between(sources, a, b, own_a, own_b)
+            return self._moved(found, [self._further[source] for source in sources if source in self._further])
         distance = jump(node)
         if distance is None or not sources or not self.wide[sources[0]].is_floating_point():
             return None
@@ -117,12 +119,21 @@ class Margins:
         (a, own_a), (b, own_b) = ([given.gather(dim, place) for given in (value, mine)] for place in places)
         shape = reference.shape if bound["dim"] is None or bound["keepdim"] else reference.squeeze(dim).shape
         found = self._between([source], a, b, own_a, own_b)
+        further = self._further.get(source)
+        if further is not None:
+            further = further.amax().expand(1) if bound["dim"] is None else further.amax(dim, keepdim=True)
+        found = self._moved(found, [] if further is None else [further])
         return Margin(found.gap.reshape(shape), found.reach.reshape(shape), in_order=True)
 
     def reach(self, node: fx.Node) -> torch.Tensor:
         """How far rounding moves a number."""
         value, mine = self.wide[node], self.own[node]
-        return self._between([node], value, value, mine, mine).reach
+        further = [self._further[node]] if node in self._further else []
+        return self._moved(self._between([node], value, value, mine, mine), further).reach
+
+    @staticmethod
+    def _moved(margin: Margin, further: Iterable[torch.Tensor]) -> Margin:
+        return replace(margin, reach=margin.reach + sum(further))
 
     def _between(
         self,

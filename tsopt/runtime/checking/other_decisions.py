@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,20 @@ class OtherDecisions:
     def otherwise(self, wanted: Sequence[fx.Node]) -> Iterator[Margins]:
         """By other decisions wherever they are within rounding: by all of them; where they are few, by each as well."""
         for changes in self._changes():
-            decided = {**self._made, **changes}
+            later = _after(changes)  # which may be decided otherwise because of these
+            decided = {**{node: made for node, made in self._made.items() if node not in later}, **changes}
             wide, own = (self._values(wanted, decided, wide=wide) for wide in (True, False))
             if all(_are_alike(wide[item], own[item]) for item in wanted):
                 yield Margins(wide, own)
+
+    def are_combined(self, number: fx.Node) -> bool:
+        """Whether several decisions may be behind one element of a number, as they are behind one of a sum."""
+        later = _after(self._made)
+        between = [node for node in upstream(number) if node in later and node not in self._made]
+        return any(
+            torch.Tag.pointwise not in getattr(node.target, "tags", ()) and base_name(node) not in UNROUNDED
+            for node in between
+        )
 
     def _changes(self) -> Iterator[Decided]:
         up, down = ({node: other for node in self._made for other in self._others(node, side)} for side in (1, -1))
@@ -113,6 +123,17 @@ def decisions_before(numbers: Sequence[fx.Node]) -> list[fx.Node]:
             rounded.add(node)
         if is_of_rounded and _decides(node):
             found.append(node)
+    return found
+
+
+def _after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What is computed of values."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        later = [user for user in pending.pop().users if user not in found]
+        found.update(later)
+        pending += later
     return found
 
 
