@@ -212,6 +212,14 @@ def test_a_layer_behind_a_recurrent_one_is_accurate_for_states_that_the_data_doe
             state = tuple(after)
 
 
+def test_layers_further_behind_a_recurrent_one_are_quantized():
+    model, zero = Stream().eval(), torch.zeros(1, 1, 256)
+    model.head = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 64))
+    data = [(torch.randn(1, 2, 64, generator=seeded(i)), zero, zero) for i in range(48)]
+    found = quantized(model, data[0], calibration=data, wanted=("int8-static",))
+    assert [layer.kept for layer in records(found)] == ["", "", ""]
+
+
 class Wide(nn.Module):
     """Its first layer adds up more products than fit in 32 bits."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, range_of_tensor
+from tsopt.compiler.analysis.jumps import MIXING
 from tsopt.compiler.analysis.non_finite import ATTENTION, bounds
 from tsopt.compiler.analysis.ranged_call import RangedCall, Ranges, base_name
 from tsopt.compiler.analysis.ranges import range_of, recorded
@@ -49,8 +50,8 @@ def unseen_values(program: Program, values: Iterable[fx.Node], observed: Mapping
         observed: of these values, and of the inputs.
     """
     found = {}
-    added = _depending_on([node for node in float_inputs(program) if _is_zero(observed[node.name])], program)
-    ranges = _ranges(program, added, observed) if added else {}
+    silent = [node for node in float_inputs(program) if _is_zero(observed[node.name])]
+    added, ranges = _depending_on(silent, program, observed)
     for value in values:
         seen = observed[value.name]
         if not seen.is_finite:
@@ -74,16 +75,34 @@ def _is_known(found: Range) -> bool:
     return math.isfinite(found.low) and math.isfinite(found.high)
 
 
-def _depending_on(inputs: Iterable[fx.Node], program: Program) -> dict[fx.Node, str]:
-    """The values whose range depends on one of these inputs, each with the name of that input."""
+def _depending_on(
+    inputs: Sequence[fx.Node], program: Program, observed: Mapping[str, Observed]
+) -> tuple[dict[fx.Node, str], Ranges]:
+    """The values whose range depends on one of these inputs, each with the name of that input; and all ranges.
+
+    A sum of many products does not depend on them any more where what it reads is within bounds: its own bounds are
+    never met, and what other inputs show of it is about as large.
+    """
     places = [node for node in program.graph.nodes if node.op == "placeholder"]
     names = {node: item.name for node, item in zip(places, program.signature.inputs, strict=True)}
-    found = {node: names[node] for node in inputs}
-    for node in program.calls() if found else ():
-        on = next((found[operand] for operand in _ranging(node) if operand in found), None)
-        if on is not None:
-            found[node] = on
-    return found
+    added, ranges = {node: names[node] for node in inputs}, Ranges()
+    values = recorded(program) if added else {}
+    for node in program.graph.nodes if added else ():
+        if ops.is_call(node):
+            on = [operand for operand in _ranging(node) if operand in added]
+            is_bounded = base_name(node) in MIXING and all(_is_known(ranges.get(operand, ANY)) for operand in on)
+            if on and not is_bounded:
+                added[node] = added[on[0]]
+        seen = observed.get(node.name)
+        if node not in added and seen is not None and seen.is_finite:
+            ranges[node] = Range(seen.low, seen.high)
+        elif node.op == "placeholder":
+            ranges[node] = ANY
+        elif node.op == "get_attr" and str(node.target) in program.weights:
+            ranges[node] = range_of_tensor(program.weights[str(node.target)])
+        elif ops.is_call(node) and isinstance(values.get(node), torch.Tensor):
+            ranges[node] = _bounds_of(node, ranges) or range_of(RangedCall(node, values, ranges))
+    return added, ranges
 
 
 def _ranging(node: fx.Node) -> list[fx.Node]:
@@ -96,23 +115,6 @@ def _ranging(node: fx.Node) -> list[fx.Node]:
 
 def _is_real(node: fx.Node) -> bool:
     return any(value.is_floating_point() or value.is_complex() for value in ops.tensors_of(node.meta.get("val")))
-
-
-def _ranges(program: Program, added: Mapping[fx.Node, str], observed: Mapping[str, Observed]) -> Ranges:
-    """The ranges of all values where those that depend on an input of zeros may be anything that they can compute."""
-    values = recorded(program)
-    found: Ranges = {}
-    for node in program.graph.nodes:
-        seen = observed.get(node.name)
-        if node not in added and seen is not None and seen.is_finite:
-            found[node] = Range(seen.low, seen.high)
-        elif node.op == "placeholder":
-            found[node] = ANY
-        elif node.op == "get_attr" and str(node.target) in program.weights:
-            found[node] = range_of_tensor(program.weights[str(node.target)])
-        elif ops.is_call(node) and isinstance(values.get(node), torch.Tensor):
-            found[node] = _bounds_of(node, found) or range_of(RangedCall(node, values, found))
-    return found
 
 
 def _bounds_of(node: fx.Node, found: Ranges) -> Range | None:
