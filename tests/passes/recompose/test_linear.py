@@ -158,6 +158,7 @@ def test_other_sums_of_products_stay(form):
         lambda x: F.linear(x, T) + FIVE,
         lambda x: F.linear(x[:, :K], FIRST) + FIRST,
         lambda x: F.linear(x, T) + B.double(),
+        lambda x: (y := F.linear(x, T)) + y,
     ],
 )
 def test_other_terms_stay(model):

@@ -52,10 +52,12 @@ def linear_bias(at, x, w, b):
     if len(at.type(w).shape) != 2:
         return None
     bias = parameter(at, b, at.type(w).shape[:1], x)
-    if bias is not None and absorbs(at.value(bias), x.meta["val"].dtype):
+    if bias is None:
+        return None
+    if absorbs(at.value(bias), x.meta["val"].dtype):
         return at.skip(ABSORBS)
     layer = next(item for item in at.root.args if item is not b)
-    made = None if bias is None else at.call_from(layer, aten.linear.default, x, w, bias)
+    made = at.call_from(layer, aten.linear.default, x, w, bias)
     return made if at.same_type(made) else None
 
 
