@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.compiler.calls.calibrated import first, read, rows
-from tsopt.compiler.calls import calibration_again, calibration_kept
+from tsopt.compiler.calls import calibration_again, calibration_kept, calibration_order
 from tsopt.compiler.calls.calibration_again import readable_again
 from tsopt.compiler.calls.calibration_kept import LEAST, MOST
 from tsopt.errors import UsageError
@@ -145,3 +145,18 @@ def test_of_an_iterator_another_process_gets_what_it_probably_needs(monkeypatch)
     assert len(pickle.loads(pickle.dumps(data))) == 2 * MOST, "what has been read"
     monkeypatch.setattr(calibration_again, "LARGEST", 30 * ROW)
     assert len(pickle.loads(pickle.dumps(readable_again(iter(rows(1000).split(1)))))) == 30
+
+
+def test_workers_of_a_loader_are_not_started_for_each_batch(clock, monkeypatch):
+    made = []
+
+    class SlowToStart(DataLoader):
+        def __iter__(self):
+            clock.now += 50
+            made.append(self)
+            return super().__iter__()
+
+    monkeypatch.setattr(calibration_order, "DataLoader", SlowToStart)
+    found = read(SlowToStart(Slow(clock), batch_size=2), size=2, end=clock.now + 20)
+    assert len(first(found)) >= LEAST
+    assert len(made) == 2, "one for the first batch, which tells how many more there are"

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.calibration_again import owned
+from tsopt.compiler.calls.calibration_again import counted, owned, unreadable
 from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
 from tsopt.compiler.calls.calibration_forms import Placed, Unlike, named_parts, ways_to_read
 from tsopt.compiler.calls.calibration_kept import MOST, Kept, most_like
 from tsopt.compiler.calls.calibration_order import (
     Item,
     Measure,
-    Unreadable,
     halves,
     in_turn,
     spread,
@@ -154,11 +153,6 @@ def read_calibration(
     return Calibration(tuple(calls), "; ".join(filter(None, said)))
 
 
-def counted(count: int, what: str) -> str:
-    """Such as `1 input`, `2 inputs`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def _measured(item: Any, signature: Signature, example: Example) -> tuple[float, int]:
     """How many calls an item yields, up to MOST, or which part of one; and how many like these are needed."""
     reader = _Reader(signature, example)
@@ -182,16 +176,8 @@ def _items(data: Any, measure: Measure, end: float, notes: list[str]) -> Iterato
             count += 1
     except UsageError:
         raise
-    except Exception as raised:
-        error, place = raised, f"after {counted(count, 'item')}"
-        if isinstance(raised, Unreadable):
-            error, place = raised.error, f"at item {raised.number}"
-        raise UsageError(
-            f"calibration raises {type(error).__name__} {place}",
-            where=user_frame(error),
-            why=str(error)[:300] or None,
-            fix="check that the data can be read to its end",
-        ) from error
+    except Exception as error:
+        raise unreadable(error, count) from error
 
 
 class _Reader:

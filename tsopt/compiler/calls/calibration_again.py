@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from tsopt.compiler.calls.calibration_kept import LARGEST, MOST
+from tsopt.compiler.calls.calibration_order import Unreadable
 from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.random_state import random_state_kept
+from tsopt.errors import UsageError
 
 
 def readable_again(data: Any) -> Any:
@@ -59,12 +62,51 @@ class Replayed(Iterable[Any]):
                 return False
             raise self._end  # type: ignore[misc]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In another process, a list of what has been read, and of what is probably needed there."""
+    def read_ahead(self) -> None:
+        """Reads what is probably needed in another process."""
         size = 0
         with random_state_kept():
             for item in itertools.islice(self, MOST):
                 size += sum(leaf.nbytes for leaf in flatten(item)[0] if hasattr(leaf, "nbytes"))
                 if size >= LARGEST:
                     break
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process, a list of what has been read, and of what is probably needed there."""
+        self.read_ahead()
         return list, (self._copies.copy(),)
+
+    def __len__(self) -> int:
+        """How many items have been read."""
+        return len(self._copies)
+
+
+def unreadable(raised: Exception, count: int) -> UsageError:
+    """What to tell of an error of the data, after so many items."""
+    error, place = raised, f"after {counted(count, 'item')}"
+    if isinstance(raised, Unreadable):
+        error, place = raised.error, f"at item {raised.number}"
+    return UsageError(
+        f"calibration raises {type(error).__name__} {place}",
+        where=user_frame(error),
+        why=str(error)[:300] or None,
+        fix="check that the data can be read to its end",
+    )
+
+
+def read_ahead(data: Any) -> None:
+    """Reads what another process will be sent of an iterator, so that its errors are raised here.
+
+    Raises:
+        UsageError: the iterator raises an error.
+    """
+    if isinstance(data, Replayed):
+        try:
+            data.read_ahead()
+        except Exception as error:
+            raise unreadable(error, len(data)) from error
+
+
+def counted(count: int, what: str) -> str:
+    """Such as `1 input`, `2 inputs`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from tsopt.compiler.calls.calibration_kept import LEAST
+
 T = TypeVar("T")
 Measure = Callable[[Any], tuple[float, int]]  # how many calls an item holds, a fraction for a part of one; how many do
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill the range from 0 to 1 evenly, and never fall into a period
@@ -219,7 +221,9 @@ class _Batches:
             more = needed - done if needed > done else max(done, 1)
             spent = time.monotonic() - start
             if done and spent and end < math.inf:
-                more = min(more, max(1, int((end - start - spent) * done / spent)))
+                # A loader starts its workers anew each time: what is read whatever it takes is read at once.
+                least = max(1, math.ceil(LEAST / share) - done)
+                more = min(more, max(least, int((end - start - spent) * done / spent)))
             rows = self._rows(more)
 
     def _rows(self, batches: int) -> list[int]:
