@@ -10,8 +10,9 @@ from typing import Any
 
 from tsopt.api import optimize
 from tsopt.background.in_background import InBackground
-from tsopt.compiler.calls.calibration_again import readable_again
+from tsopt.compiler.calls.calibration_again import read_ahead, readable_again
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
@@ -59,6 +60,8 @@ class Compiled:
         self.model, self.background, self.options = model, background, OPTIONS | options
         if "calibration" in options:  # the model may be optimized more than once
             self.options["calibration"] = readable_again(options["calibration"])
+            if background:
+                read_ahead(self.options["calibration"])
         self.fast: Optimized | Partitioned | InBackground | None = None
         self.why_eager = ""
         self._audits = Audits(0)
@@ -240,7 +243,9 @@ class Compiled:
         self._own.renew()
         audits = Audits(self.options.get("audit", SHARE))
         start = time.perf_counter()
-        if self._refused.written is not None:  # what calls change outside may be so in this one: that is soon told
+        # Soon told, but by calls of the model itself, which read iterators and write what others read.
+        may_call = iterator_in(example.args, example.kwargs) is None and not others_run()
+        if self._refused.written is not None and may_call:
             outside, _, watch = effects_of(self.model, example, self._refused.written)
             if outside:
                 took, why = time.perf_counter() - start, why_eager(outside)

@@ -339,3 +339,13 @@ def test_calls_with_an_iterator_are_those_of_the_model_and_are_not_sent():
     with torch.no_grad():
         assert torch.equal(fast(X, iter([1.0, 2.0])), X * 3)
     assert tsopt.wait(fast, 0.0) is True, "nothing is compiled"
+
+
+def test_calibration_data_that_cannot_be_read_is_an_error_at_once():
+    def data():
+        yield X
+        raise ValueError("a bad row")
+
+    with pytest.raises(tsopt.UsageError, match="calibration raises ValueError after 1 item") as caught:
+        tsopt.hybridize(Net().eval(), **QUICK, precision="int8", calibration=data())
+    assert "a bad row" in caught.value.why

@@ -347,3 +347,33 @@ def test_calls_that_change_what_is_outside_of_the_model_leave_others_alone(alway
     net(X, keep=True)
     assert len(SEEN) == before + 4
     assert sum(tsopt.report(net).in_eager.values()) == 4
+
+
+class Tells(Net):
+    """Adds up what it is given, counts its calls of a kind, and tells others of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(4))
+        self.seen = SEEN
+
+    def forward(self, rows, step=False):
+        SEEN.append(1)
+        if step:
+            self.steps.add_(1)
+        return sum(super(Tells, self).forward(row) for row in rows)
+
+
+def test_iterators_are_left_to_the_call(always_faster):
+    net = tsopt.hybridize(Tells().eval(), **QUICK)
+    found = net([X, X])
+    assert "outside of the model" in str(tsopt.report(net))
+    close(net(iter([X, X])), found)
+
+
+def test_state_is_left_alone_beside_another_thread(always_faster, another_thread):
+    net = tsopt.hybridize(Tells().eval(), **QUICK)
+    net([X])
+    before = float(net.steps[0])
+    net([X], step=True)
+    assert float(net.steps[0]) == before + 1

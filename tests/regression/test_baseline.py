@@ -46,6 +46,8 @@ def test_of_a_report_count_calls_that_nothing_has_disturbed(tmp_path):
     with pytest.raises(UsageError, match="the file is not a baseline") as caught:
         read_baseline(place)
     assert "p5_ms" in caught.value.why
+    place.write_text(json.dumps(old | {"winner": "eager"}))  # which is not timed where there is nothing to race with
+    assert (read_baseline(place).speedups, read_baseline(place).eager_ms) == ((1.0,), None)
 
 
 def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):

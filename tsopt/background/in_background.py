@@ -20,7 +20,7 @@ from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.model_reads import reads_of
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.sizes.dims import resized
+from tsopt.compiler.sizes.dims import Place, resized
 from tsopt.errors import AccuracyError, NotReady, SignatureError, TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
@@ -43,6 +43,7 @@ from tsopt.runtime.racing.rehearsal import StandIn, rehearsal_of, stand_in
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
+MUCH_LARGER = 2  # times as large as the sizes that a job failed for: it may do for these
 SAME_MODEL = 1e-3  # relative error: rounding in float32 stays below, another value of a constant rarely does
 
 
@@ -83,6 +84,7 @@ class InBackground:
         self._say, self._why_not, self._pause = say, why_not, pause
         self._reasons: dict[CallKey, str] = {}  # why eager serves calls for which there was a job
         self._of_all_sizes: dict[Form, str] = {}  # the same, for calls that only differ in their sizes from those
+        self._of_sizes: dict[Form, tuple[str, dict[Place, int]]] = {}  # the same, for sizes up to these
         self._specializations = Specializations()
         # The files of a job are there for as long as what was made from them.
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
@@ -133,8 +135,7 @@ class InBackground:
             key = call_key(args, kwargs)
             if self._specializations.get(key) is self.model:
                 return self._reasons.get(key, NOT_FASTER)
-            refused = self._of_all_sizes.get(form_of(key))
-            if refused is not None:
+            if refused := self._refused_for(key):
                 return refused
             return COMPILING if job is not None and form_of(job.key) == form_of(key) else NOT_COMPILED
         except UNTOLD:
@@ -214,7 +215,7 @@ class InBackground:
             found = self._specializations.serving(key, args, kwargs)
         except UNTOLD:  # what cannot be hashed, or told, cannot be recognized again
             return self.model
-        if found is None and (form_of(key) in self._of_all_sizes or iterator_in(args, kwargs) is not None):
+        if found is None and (self._refused_for(key) or iterator_in(args, kwargs) is not None):
             return self.model  # an iterator is not to be sent, nor called twice
         lock = self._lock
         # Where another thread is at it, it does so for all.
@@ -324,6 +325,13 @@ class InBackground:
         self._keep(running, executable)
         self.reports.append(answer.report)
 
+    def _refused_for(self, key: CallKey) -> str:
+        """Why nothing is made for a call, if that is known from calls of other sizes; empty otherwise."""
+        form = form_of(key)
+        reason, largest = self._of_sizes.get(form, ("", {}))
+        fits = all(size <= MUCH_LARGER * largest.get(place, size) for place, size in sizes_of(key).items())
+        return self._of_all_sizes.get(form) or (reason if fits else "")
+
     def _keep(self, running: _Running, executable: Executable | None) -> None:
         """Keeps what was made, or that eager is the fastest, for the calls that it serves."""
         key, partner = running.key, running.partner
@@ -343,8 +351,12 @@ class InBackground:
         reason = _told(error)
         of_form = [other for other, why in self._reasons.items() if why == reason and form_of(other) == form_of(key)]
         if isinstance(error, TsoptError) and any(sizes_of(other) != sizes_of(key) for other in of_form):
-            self._of_all_sizes[form_of(key)] = reason  # it is not about sizes, for all that is known
-        if partner is None or form_of(key) in self._of_all_sizes:
+            # It is not about these sizes, for all that is known; it may be about small ones.
+            last, other = sizes_of(key), sizes_of(partner or key)
+            smaller = {place: min(last[place], other[place]) for place in last}  # it may be this one that is refused
+            failed = [*map(sizes_of, of_form), smaller]
+            self._of_sizes[form_of(key)] = reason, {place: max(each[place] for each in failed) for place in last}
+        if partner is None or self._refused_for(key):
             self._fail(key, error)
             return
         seen = self._specializations.seen(key)

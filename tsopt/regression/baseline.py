@@ -169,7 +169,9 @@ def _of_report(data: Mapping[str, Any]) -> Baseline:
     winner, eager = _text(data, "winner"), named.get("eager", {})
     if winner not in named:
         raise ValueError("it has no row for its winner")
-    took, takes = (_positive(row.get("p5_ms"), "p5_ms") for row in (eager, named[winner]))
+    took, takes = _quickest(eager), _quickest(named[winner])
+    if winner != "eager" and (took is None or takes is None):
+        raise ValueError("'p5_ms' is missing, as in reports of earlier versions")
     try:
         where = Environment(**found) if isinstance(found, dict) else None
         machine, versions = ("", "") if where is None else (machine_of(where), versions_of(where))
@@ -178,11 +180,16 @@ def _of_report(data: Mapping[str, Any]) -> Baseline:
     return Baseline(
         model=_text(data, "model"),
         winner=winner,
-        speedups=(took / takes,),
+        speedups=(took / takes if took and takes else 1.0,),
         eager_ms=took,
         machine=machine,
         versions=versions,
     )
+
+
+def _quickest(row: Mapping[str, Any]) -> float | None:
+    """Milliseconds that the quickest calls took; None if they were not timed."""
+    return None if row.get("p5_ms") is None else _positive(row["p5_ms"], "p5_ms")
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:

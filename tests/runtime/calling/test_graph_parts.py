@@ -371,3 +371,22 @@ def test_changes_of_all_objects_that_end_in_vain_are_as_many_as_those_of_one(mon
             for weight in weights:
                 weight.add_(1)
     assert len(made) == count
+
+
+class AsItIs(Compiled):
+    def __init__(self, bound):
+        self.bound = bound
+
+    def __call__(self, *values):
+        return self.bound(*values)
+
+
+def test_a_buffer_that_turns_out_to_be_state_is_no_further_object():
+    graph, buffer = scaled(lambda bound, _: AsItIs(bound)), torch.ones(4)
+    buffer._dynamo_static_input_type = "unguarded"
+    graph.purse = Purse(0.0)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(graph(X, buffer), X * buffer)
+            buffer.add_(1)
+    assert (len(graph.every_fast), graph.refused) == (1, "")

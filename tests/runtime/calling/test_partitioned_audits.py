@@ -164,3 +164,14 @@ def test_a_script_keeps_the_weights_of_then(monkeypatch):
     with pytest.warns(UserWarning, match="calls keep using the old ones"):
         torch.testing.assert_close(due(fast)(X), wanted)
     assert fast.backend == "torchscript"
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_torchscript_is_compared_beside_another_thread():
+    """Its weights are copies: nothing but an audit tells that those of the model have changed."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval())
+    fast = optimized(model, frontend="parts")
+    assert fast.difference((X,), {}) == ""
+    with torch.no_grad():
+        dict(model.named_parameters())["0.weight"].mul_(2)
+    assert fast.difference((X,), {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import tsopt
 from tsopt.runtime.calling.specializations import Specializations, call_key
 
 
@@ -44,3 +46,14 @@ def test_calls_may_be_looked_for_while_another_one_is_kept(monkeypatch):
     kept.keep(key_of(4, transposed=False), model, by_layout=True)
     assert found
     assert len(kept) == 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_served_by_none():
+    kept, x = Specializations(), torch.ones(3, 4)
+    run = tsopt.compile(tsopt.capture(torch.nn.Linear(4, 2).eval(), x), "eager")
+    kept.used(run, (x,), {})
+    assert kept.accepting((x,), {}) is not None
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    assert kept.accepting((nested,), {}) is None
+    kept.used(run, (nested,), {})

@@ -79,3 +79,8 @@ def test_so_it_does_before_more_terms_and_factors(model, center, scale, passes):
 def test_other_sums_stay_as_they_are(model):
     program = tsopt.capture(model, torch.ones(3))
     assert with_sums_apart(program).text == program.text
+
+
+def test_a_sum_of_integers_stays_one():
+    program = tsopt.capture(lambda ids: (ids - 100000).float() / 300, torch.randint(0, 3000, (4, 16)))
+    assert with_sums_apart(program).text == program.text

@@ -229,7 +229,7 @@ class Graph:
             if changed is not None and not self._constants.vary(changed.rewritten(args), args):
                 changes -= 1
                 self._vain -= changed.calls < PAYS
-            if changed is not None and min(changes, self._vain) < 0:
+            if changed is not None and (changes < 0 or (changed.calls < PAYS and self._vain < 0)):
                 changed.give_up()
                 if self._changes:
                     self._stop("its weights change between calls")
@@ -245,7 +245,7 @@ class Graph:
             else:
                 self._forms.remove(changed)
                 log.info("%s is optimized again: its weights have changed", self._name)
-            self._optimize(args, constants, changes)
+            self._optimize(args, constants, changes, is_further=changed is None)
             self._tried = True
         return form
 
@@ -302,8 +302,14 @@ class Graph:
         """It is run unchanged from now on."""
         self.refused, self._is_left = reason, True
 
-    def _optimize(self, args: Sequence[Any], weights: Mapping[int, torch.Tensor], changes: int) -> None:
-        """Adds a form for these weights; if there is none, it is not optimized for others either."""
+    def _optimize(
+        self, args: Sequence[Any], weights: Mapping[int, torch.Tensor], changes: int, *, is_further: bool
+    ) -> None:
+        """Adds a form for these weights; if there is none, it is not optimized for others either.
+
+        Args:
+            is_further: the weights are those of an object that it was not optimized for yet.
+        """
         values = [value for i, value in enumerate(args) if i not in weights]
         training = any(training_of(module for module in self.graph.modules() if module is not self.graph))
         if training or not any(isinstance(value, torch.Tensor) for value in values):
@@ -314,8 +320,8 @@ class Graph:
         if self._is_left:
             self._is_closed = True
             return
-        self.tries += 1
-        if self.tries > 1 and (self.purse.left < FOR_EACH or not self.has_room()):
+        self.tries += is_further
+        if is_further and self.tries > 1 and (self.purse.left < FOR_EACH or not self.has_room()):
             self._refuse(SPENT)
             return
         start = time.perf_counter()

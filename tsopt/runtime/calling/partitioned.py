@@ -311,11 +311,11 @@ def _leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
 def _copy_leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
     """The same, of a call of a shadow copy: a call that takes another branch than the example may do more.
 
-    Other threads do not call the copy.
+    Other threads do not call the copy. Of what cannot be copied, such as TorchScript, the example has to tell.
     """
     shadow = shadow_of(model)
     if shadow is None and modules_of(model):
-        return False
+        return True
     try:
         return _leaves_no_trace(model if shadow is None else shadow.called, example)
     except Exception as error:  # of the model: the call itself will raise it

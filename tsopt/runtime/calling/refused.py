@@ -59,6 +59,7 @@ class Refused:
         self._latest, self._is_called = "", False
         self.written: Sequence[torch.Tensor] | None = None
         self._attempts, self._seconds = 0, 0.0
+        self._changes = 0  # of the model, each of which was worth an attempt: it may have been mended
         self._since, self._called_for = time.monotonic(), 0.0  # seconds that the model was called for
 
     def add(
@@ -117,12 +118,14 @@ class Refused:
             return self._latest
         form, key = _form_and_key(args, kwargs)
         found = self._reasons.get(form) or self._reasons.get(key) or ""
-        is_free = self._is_free()
-        if not is_free and not self._is_paid():
-            return found or UNTRIED
-        if watch.changed() or self._settings.differs():
+        is_free, is_paid = self._is_free(), self._is_paid()
+        may_change = is_free or is_paid or self._changes < FREE_CAPTURES - 1
+        if may_change and (watch.changed() or self._settings.differs()):
             self._watch, self._reasons, self.written = None, {}, None
+            self._changes += 1
             return ""
+        if not is_free and not is_paid:
+            return found or UNTRIED
         if found or is_free or form in self._came:
             return found
         # Of forms that come once, as with another float in each call, no attempt is worth its time.

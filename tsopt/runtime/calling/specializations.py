@@ -63,7 +63,12 @@ def loose(key: CallKey) -> CallKey:
 
 def _shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
     """What tells most calls apart, in a microsecond."""
-    return tuple([item.shape if type(item) is torch.Tensor else None for item in (*args, *kwargs.values())])
+    return tuple(
+        [  # nested tensors have no shape, and raise an error when asked for it
+            item.shape if type(item) is torch.Tensor and not item.is_nested else None
+            for item in (*args, *kwargs.values())
+        ]
+    )
 
 
 def plain(key: CallKey) -> bool:
@@ -257,9 +262,10 @@ class Specializations:
 
     def leave(self, form: Form) -> None:
         """Forgets what was compiled for calls of other forms."""
-        kept = ((key, made) for key, made in self._kept.items() if form_of(key) == form)
-        self._kept = OrderedDict(kept)
-        self._forms, self._recent = OrderedDict((mine, self._forms[mine]) for mine in self._forms if mine == form), ()
+        # Of copies: other threads change the order meanwhile.
+        self._kept = OrderedDict((key, made) for key, made in tuple(self._kept.items()) if form_of(key) == form)
+        forms = tuple(self._forms.items())
+        self._forms, self._recent = OrderedDict((mine, seen) for mine, seen in forms if mine == form), ()
 
     def keep(self, key: CallKey, made: Callable[..., Any], *, by_layout: bool = False) -> None:
         """Keeps what serves a call, and those like it.
@@ -275,8 +281,9 @@ class Specializations:
             by_layout = sum(loose(other) == loose(key) for other in tuple(self._kept)) < MAX_LAYOUTS
         key = key if by_layout else loose(key)
         found, self._found = self._found, set()
-        for late in [late for late, item in self._kept.items() if item in found]:
-            self._kept.move_to_end(late)
+        for late in [late for late, item in tuple(self._kept.items()) if item in found]:
+            with contextlib.suppress(KeyError):
+                self._kept.move_to_end(late)
         if len(self._kept) >= MAX_SPECIALIZATIONS:
             self._kept.popitem(last=False)
         self._kept[key] = made

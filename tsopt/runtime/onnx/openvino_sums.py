@@ -62,7 +62,8 @@ def _linear(program: Program, node: fx.Node) -> tuple[fx.Node, float] | None:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return None
     if (name in PASSING or name == "neg") and len(node.all_input_nodes) == 1:
-        return node.all_input_nodes[0], 1.0
+        (x,) = node.all_input_nodes
+        return (x, 1.0) if x.meta["val"].is_floating_point() else None  # a sum of integers stays one
     if name in SUMS:
         operands = {
             key: abs(factor) for key, factor in factors_of(name, call).items() if _is_computed(program, call[key])
