@@ -297,7 +297,9 @@ class Watch:
     def take_filled(self) -> None:
         """From now on what dicts hold is what they hold now, and so are tensors in tuples there."""
         found = self._found
-        tensors = [*found.tensors, *_tensors_in(tuple(value for held in found.keyed for value in values_of(held)))]
+        # Of copies: other threads may fill the dicts meanwhile.
+        held = tuple(value for held in found.keyed for value in tuple(values_of(held)))
+        tensors = [*found.tensors, *_tensors_in(held)]
         found.tensors = [*{id(tensor): tensor for tensor in tensors}.values()]
         self.renew(but_writes=True)
 
