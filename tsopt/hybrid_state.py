@@ -192,8 +192,8 @@ class Compiled:
                 if mine and self.fast is not None:
                     self._drop(RENUMBERED)
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
-        anew = self.fast is None and not self._optimizes
-        reason = self.why_eager or self._reason(args, kwargs, self._watch, anew=anew)
+        uncompiled = self.fast is None and not self._optimizes
+        reason = self.why_eager or self._reason(args, kwargs, self._watch, uncompiled=uncompiled)
         if reason:
             self._declined(reason)
             return None
@@ -224,7 +224,7 @@ class Compiled:
                 return None
             if self.fast is None:
                 # Asked again: what was asked before may have been the model as it was compiled.
-                reason = self._reason(args, kwargs, None, anew=True) or self._refused.reason(args, kwargs)
+                reason = self._reason(args, kwargs, None, uncompiled=True) or self._refused.reason(args, kwargs)
                 reason = reason or self._make(Example(args, kwargs))
                 if reason:
                     self._declined(reason)

@@ -1,4 +1,4 @@
-"""Models that are no single graph, optimized in parts."""
+"""Models that cannot be captured as one graph, optimized in parts."""
 
 from __future__ import annotations
 

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import tsopt
+from tests.compiler.sizes.test_remainders import Windows
 from tests.runtime.calling.helpers import OPTIONS, outcomes
 from tsopt.runtime.calling.new_signatures import NewSignatures
-
-
-class Windows(nn.Module):
-    """Looks at windows of eight tokens, after padding that the result does not have."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.calls = nn.Linear(6, 6), 0
-
-    def forward(self, x):
-        length = x.shape[1]
-        if length % 8:
-            x = F.pad(x, (0, 0, 0, 8 - length % 8))
-        windows = x.reshape(x.shape[0], -1, 8, 6)
-        return (self.layer(windows) + windows.mean(2, keepdim=True)).reshape(x.shape[0], -1, 6)[:, :length]
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ OTHER_JUMPS = QUANTIZING | {
 LIMITS = {"threshold": "threshold", "hardshrink": "lambd"}  # which literal says where these jump
 SAMPLERS, NEAREST = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), 1
 DIVISORS = {**dict.fromkeys(("div", "divide", "true_divide"), "other"), "addcdiv": "tensor2"}  # which operand it is
-# Each number that these make is rounded anew, as a sum of many products: of whole numbers, they make no whole ones.
+# Their results are rounded sums of many products, and are not whole numbers even if their operands are.
 MIXING = NORMS | {
     *("linear", "matmul", "mm", "bmm", "mv", "dot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "einsum"),
     *("tensordot", "bilinear", "scaled_dot_product_attention", "convolution"),

@@ -110,7 +110,7 @@ def _length_of(data: Any) -> int | None:
         return None
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # how streamed datasets say that they have no length
+    except (TypeError, NotImplementedError):  # a streamed dataset without a length: it is iterated over instead
         return None
 
 
@@ -221,7 +221,7 @@ class _Batches:
             more = needed - done if needed > done else max(done, 1)
             spent = time.monotonic() - start
             if done and spent and end < math.inf:
-                # A loader starts its workers anew each time: what is read whatever it takes is read at once.
+                # Each loader starts its own workers, so the batches that are needed in any case are read by one.
                 least = max(1, math.ceil(LEAST / share) - done)
                 more = min(more, max(least, int((end - start - spent) * done / spent)))
             rows = self._rows(more)

@@ -53,13 +53,13 @@ class EagerCalls:
         return self._settings.was_renumbered()
 
     def reason(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None, *, anew: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None, *, uncompiled: bool = False
     ) -> str:
         """Why eager serves this call; empty if what is compiled may.
 
         Args:
             watch: of what is compiled; None to look at the model as it is.
-            anew: nothing is compiled yet, so that the settings of the process are what it will be compiled for.
+            uncompiled: nothing is compiled yet, so that the settings of the process are what it will be compiled for.
         """
         if self._is_module and self._model.training:  # type: ignore[attr-defined]
             return "it is in training mode: call model.eval() first"
@@ -69,7 +69,7 @@ class EagerCalls:
             return RECORDING
         if _gradients() and self._wants_gradients(args, kwargs, watch):
             return "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
-        return "" if anew else self._settings.differs()
+        return "" if uncompiled else self._settings.differs()
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None) -> bool:
         own = self._model.parameters() if watch is None and self._is_module else ()  # type: ignore[attr-defined]
