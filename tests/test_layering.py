@@ -1,7 +1,7 @@
 """Who may import whom, and where heavy libraries live.
 
 cli, pytest_plugin -> sweeps, regression, dynamo, hybrid -> hybrid_state -> background -> api -> request ->
-quantization, transforms -> passes, runtime -> compiler -> errors.
+prepared, quantization -> transforms -> passes, runtime -> compiler -> errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAY = {
     "runtime": {"runtime", "compiler", "root"},
     "transforms": {"transforms", "passes", "runtime", "compiler", "root"},
     "quantization": {"quantization", "passes", "runtime", "compiler", "root"},
-    "request": {"request", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
+    "prepared": {"prepared", "transforms", "passes", "runtime", "compiler", "root"},
+    "request": {"request", "prepared", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
     "pipelines": {"pipelines", "root"},
     "api": {"api", "pipelines", "request", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
     "sweeps": {"sweeps", "api", "runtime", "compiler", "root"},

@@ -269,8 +269,7 @@ class Compiled:
         fast.unwatched()
         is_one = isinstance(fast, Optimized)
         if isinstance(fast, Optimized):
-            others = fast.new_signatures
-            others.refuse, others.after_eager = self._refuse_effects, self._after_eager
+            fast.new_signatures.refuse, fast.new_signatures.after_eager = self._refuse_effects, self._after_eager
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         before.leave_out(watch.written)
         if is_one and (before.was_overwritten() or held.replaced(watch.written)):
@@ -278,14 +277,14 @@ class Compiled:
         # A part of a model in parts is the model's own code, whose state nobody knows.
         apart = stand_in(self.model, watch.written, example) if is_one else None
         outside, inside = call_effects(self.model, watch, example, apart, knows_state=is_one)
-        if outside and not _is_eager(fast):
+        if outside and not fast.report.is_eager:
             return self._refused.add(example, why_eager(outside), watch, spent, settles=True, effects=True)
         if is_one and (watch.changed() or held.replaced(watch.written)):
             return self._overwritten()
-        if inside and not outside and not _is_eager(fast):
+        if inside and not outside and not fast.report.is_eager:
             self._say_once(f": {not_changed(inside)}", stacklevel=8)
         self._own.ask(watch.asks)
-        reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example, apart)
+        reason = NOT_FASTER if fast.report.is_eager else self._loss(fast, watch, example, apart)
         # The form is last: what ends this before, an interrupt for one, leaves none that serves calls unaudited.
         if not self._steps_back(reason, example):
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
@@ -398,8 +397,3 @@ class Compiled:
         elif self._unseen:  # which are counted already
             in_eager = in_eager - Counter({self._paused_for: self._unseen})
         return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)
-
-
-def _is_eager(fast: Optimized | Partitioned) -> bool:
-    """Whether eager has won the race."""
-    return fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"

@@ -21,17 +21,15 @@ from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.devices import is_on_gpu
-from tsopt.compiler.graph.drawing import Drawn, drawing_of
+from tsopt.compiler.graph.drawing import drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
 from tsopt.compiler.protect import InEvalMode, as_eval, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
-from tsopt.compiler.rewriting.pipeline import PassRecord
-from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import sizes_in, specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NotReady, TsoptError, UsageError
 from tsopt.importing import without_collector
+from tsopt.prepared import Preparation, Prepared
 from tsopt.quantization.quantize import Int8Options, Quantization, criterion_on_calls, quantize
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.audit import Audits, executable_difference
@@ -40,7 +38,6 @@ from tsopt.runtime.calling.fallback import InEager, reason_of
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
 from tsopt.runtime.calling.weights import Weights
-from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, validate_ranges
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race, faster_first
@@ -52,7 +49,6 @@ from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
 from tsopt.runtime.sandbox.sandbox import Sandbox, is_on_cpu
 from tsopt.runtime.stages import ReportedProgress
-from tsopt.transforms import passes_in, transform_with_records
 
 log = logging.getLogger("tsopt")
 ONE_BY_ONE = "none is dynamic: TorchDynamo retraces a partitioned model for each size"
@@ -63,26 +59,6 @@ ONLY_FP32_IN_PARTS = (
 ON_A_GPU = "the model is on a GPU"
 SHARE_OF_QUANTIZATION = 0.5  # of the budget: the rest is for the candidates
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A captured program with its ranges of sizes validated, before and after the passes.
-
-    Attributes:
-        reference: the program as captured, for all its sizes.
-        captured: the same at the sizes of the example.
-        optimized: for all sizes, correct at every size that was tried.
-        drawing: of the reference.
-    """
-
-    reference: Program
-    captured: Program
-    optimized: Program
-    records: tuple[PassRecord, ...]
-    ranges: ValidatedRanges
-    pass_seconds: float
-    drawing: tuple[Drawn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,25 +158,22 @@ class Request:
         """What quantization has left of the budget for the candidates."""
         return None if self.race.budget is None else max(self.race.budget - spent, LEAST_SECONDS)
 
-    def _prepared(self, captured: Program, rehearsal: Rehearsal, examples: Sequence[Example]) -> _Prepared:
-        """Validates the ranges of sizes, runs the passes, and checks their result at the same sizes."""
-        ranges = ValidatedRanges(captured)
-        if captured.signature.dims:
-            self.progress("check other sizes")
-            wanted = self.dynamic or {}
-            ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed, wanted=wanted)
-            captured = specialize(captured, sizes_in(captured.signature, examples[0]))
-        before = drawing_of(ranges.program)  # which names its values; the passes keep these names
-        start = time.perf_counter()
-        optimized, records, checked = self._transformed(ranges)
-        spent = time.perf_counter() - start
-        return _Prepared(ranges.program, captured, optimized, tuple(records), checked, spent, before)
+    def _prepared(self, captured: Program, rehearsal: Rehearsal, examples: Sequence[Example]) -> Prepared:
+        prepare = Preparation(
+            passes=self.passes,
+            level=self.level,
+            without=self.without,
+            dynamic=self.dynamic,
+            seed=self.race.seed,
+            progress=self.progress,
+        )
+        return prepare(rehearsal.model, captured, examples)
 
     def _served(
         self,
         example: Example,
         rehearsal: Rehearsal,
-        made: _Prepared,
+        made: Prepared,
         outcome: Race,
         report: Report,
         quantized: Quantization,
@@ -306,27 +279,6 @@ class Request:
         rehearsed = apart and not isinstance(self.model, ExportedProgram)
         shadow = shadow_of(called, written=program.state.values()) if rehearsed else None
         return program, rehearsal_of(called, program.signature, shadow)
-
-    def _transformed(self, validated: ValidatedRanges) -> tuple[Program, list[PassRecord], ValidatedRanges]:
-        """The program after the passes; a program for many sizes is correct at all sizes that were tried."""
-        change = partial(
-            transform_with_records, passes=self.passes, level=self.level, progress=self.progress, keep_going=True
-        )
-        reasons = []
-        by_size = [item.name for item in passes_in(self.passes) if item.size_dependent]
-        for left_out in (self.without, (*self.without, *by_size)) if validated.held_out else (self.without,):
-            try:
-                optimized, records = change(validated.program, without=left_out)
-                for record in filter(lambda record: record.failed, records):
-                    warn(f"tsopt: {validated.program.name}: {record.left_out}", UserWarning)
-                return optimized, records, validated.checked_with(optimized)
-            except NotGeneral as error:
-                reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))
-        return (
-            validated.program,
-            [],
-            replace(validated, notes=(*validated.notes, f"the passes were not applied: {reasons[-1]}")),
-        )
 
     def _ranked(self, outcome: Race) -> tuple[Candidate, ...]:
         """The candidates that are faster than eager: the winner, then the others, the fastest first."""
