@@ -70,6 +70,8 @@ def same(name: str) -> dict[str, Any]:
         "slowdown": found.slowdown.estimate,
         "sessions": len(found.now.speedups),
         "seconds": time.perf_counter() - start,
+        "eager_ms": found.now.eager_ms,
+        "meeting_us": found.now.meeting_us,
         "remarks": list(found.remarks),
     }
 

@@ -16,7 +16,9 @@ from tsopt.regression.sessions import QUICKEST
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
 
-BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 13.0, 12, "cosine", 1.0, "a machine", "torch 2")
+BASELINE = Baseline(
+    "net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 13.0, 12, 4, 30, "cosine", 1.0, "here", "torch 2"
+)
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
@@ -75,6 +77,8 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
         ({"eager_ms": -1}, "'eager_ms' is not positive"),
         ({"macs": 1.5}, "'macs' is not a number"),
         ({"macs": 10**400}, "'macs' is not a number"),
+        ({"ops": -1}, "'ops' is not a number of ops"),
+        ({"functions": True}, "'functions' is not a number of functions"),
         ({"score": float("inf")}, "'score' is not a number"),
         ({"score": 10**400}, "'score' is not a number"),
         ({"winner": 3}, "'winner' is not a text"),

@@ -110,25 +110,51 @@ def test_many_inputs_and_a_name_with_spaces_are_the_same_after_reading(paces, mo
 
 def test_eager_that_has_become_faster_is_seen_beside_a_report_too(model, baseline, paces):
     paces(now=5.0, eager=8.5)
-    then = replace(module.read_baseline(baseline), macs=None, meeting_us=None)
+    then = replace(module.read_baseline(baseline), macs=None, ops=None, functions=None, meeting_us=None)
     assert tsopt.check(model, X, then, **OPTIONS).verdict == "undecided"
 
 
 def test_threads_that_take_longer_to_meet_leave_it_undecided(model, baseline, paces):
-    paces(now=6.5, meeting=22.0)
+    paces(now=6.5, meeting=4012.0)  # for two layers of two ops each
     found = tsopt.check(model, X, baseline, **OPTIONS)
     assert found.verdict == "undecided"
-    assert "threads take 22 us to meet, and took 12 us for the baseline" in found.remarks[0]
-    paces(now=6.5, meeting=None)
+    assert "threads take 4,012 us to meet, and took 12 us for the baseline" in found.remarks[0]
+    assert "may account for 6" in found.remarks[0]
+    for meeting in (None, 22.0):  # 10 us are nothing beside calls of 6.5 ms
+        paces(now=6.5, meeting=meeting)
+        assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "slower"
+
+
+def test_one_thread_waits_for_no_other(model, baseline, paces, monkeypatch):
+    monkeypatch.setattr(module, "_is_single", lambda fast: True)
+    paces(now=6.5, meeting=4012.0)
     assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "slower"
 
 
-def test_a_slowdown_by_which_only_eager_gained_is_none(model, baseline, paces):
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, "slower"),  # eager does what it did: it is the machine that is faster, and the optimized model is not
+        ({"versions": "torch 2.9.0"}, "undecided"),
+        ({"functions": 1000}, "undecided"),
+        ({"ops": 5}, "undecided"),
+        ({"ops": None, "functions": None}, "undecided"),
+    ],
+)
+def test_a_slowdown_by_which_only_eager_gained_is_none(model, baseline, paces, change, verdict):
     paces(now=5.0, eager=8.5)
-    found = tsopt.check(model, X, baseline, **OPTIONS)
+    found = tsopt.check(model, X, replace(read_baseline(baseline), **change), **OPTIONS)
     assert found.slowdown.estimate > 0.1
-    assert found.verdict == "undecided"
-    assert "it is eager that has become faster" in found.remarks[0]
+    assert found.verdict == verdict
+    assert any("it is eager that has become faster" in remark for remark in found.remarks) == (verdict != "slower")
+
+
+@pytest.mark.parametrize(("eager", "verdict"), [(11.0, "slower"), (14.5, "slower"), (20.0, "undecided")])
+def test_the_further_eager_is_from_what_it_was_the_more_may_be_due_to_the_machine(
+    model, baseline, paces, eager, verdict
+):
+    paces(now=0.5 * 1.13 * eager, eager=eager)
+    assert tsopt.check(model, X, baseline, **OPTIONS).verdict == verdict
 
 
 def test_multiply_accumulates_that_eager_has_gained_too_are_a_regression(baseline, paces):

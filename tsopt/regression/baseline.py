@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 24  # of a file
 MOST_SESSIONS = 1000
 LONGEST = 400  # characters of a text
 LARGEST = 1e9  # a speed-up, milliseconds, or a score; the smallest speed-up or time is its inverse
-MOST_MACS = 10**18
+MOST = 10**18  # multiply-accumulates, ops or functions of a call
 IN_REPORTS = frozenset({"model", "winner", "winner_key", "rows", "passes", "environment"})  # keys in the JSON of each
 CREATE = "create one: `tsopt check MODEL --baseline FILE --update`, or tsopt.check(model, x, FILE, update=True)"
 
@@ -37,6 +37,7 @@ class Baseline:
         eager_ms: milliseconds of a call in eager mode, the median over sessions; None if unknown.
         meeting_us: microseconds that threads took to meet, the median over sessions; None if unknown.
         macs: multiply-accumulates of a call in eager mode; None if unknown.
+        ops, functions: of torch that this call runs, and that Python calls in it; None if unknown.
         metric: what `score` is: `agreement`, another built-in metric, or the name of the user's function; empty if
             unknown.
         machine: CPU, cores and threads; empty if unknown.
@@ -50,6 +51,8 @@ class Baseline:
     eager_ms: float | None = None
     meeting_us: float | None = None
     macs: int | None = None
+    ops: int | None = None
+    functions: int | None = None
     metric: str = ""
     score: float | None = None
     machine: str = ""
@@ -148,14 +151,13 @@ def _of_baseline(data: Mapping[str, Any]) -> Baseline:
     speedups = data.get("speedups")
     if not isinstance(speedups, list) or not 1 <= len(speedups) <= MOST_SESSIONS:
         raise ValueError(f"'speedups' is not a list of 1 to {MOST_SESSIONS} numbers")
-    macs = data.get("macs")
-    if macs is not None and (type(macs) is not int or not 0 <= macs <= MOST_MACS):
-        raise ValueError("'macs' is not a number of multiply-accumulates")
     return Baseline(
         speedups=tuple(_positive(value, "speedups") for value in speedups),
         eager_ms=None if data.get("eager_ms") is None else _positive(data["eager_ms"], "eager_ms"),
         meeting_us=None if data.get("meeting_us") is None else _positive(data["meeting_us"], "meeting_us"),
-        macs=macs,
+        macs=_count(data, "macs", "multiply-accumulates"),
+        ops=_count(data, "ops", "ops"),
+        functions=_count(data, "functions", "functions"),
         score=None if data.get("score") is None else _number(data["score"], "score"),
         **{key: _text(data, key) for key in ("model", "winner", "inputs", "metric", "machine", "versions")},
     )
@@ -197,6 +199,14 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is not a text")
     return line(value)
+
+
+def _count(data: Mapping[str, Any], key: str, of: str) -> int | None:
+    """A number of things; None if it is not given."""
+    value = data.get(key)
+    if value is not None and (type(value) is not int or not 0 <= value <= MOST):
+        raise ValueError(f"{key!r} is not a number of {of}")
+    return value
 
 
 def _number(value: Any, key: str) -> float:

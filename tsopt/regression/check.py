@@ -34,19 +34,19 @@ from tsopt.regression.outcome import Check
 from tsopt.regression.score import NAMELESS, Score, metric_for, state_of
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
 from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired
+from tsopt.regression.yardstick import Drift, EagerWork, Yardstick
+from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.checking.criterion import check_metric
 from tsopt.runtime.checking.inputs import InputSet
-from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.rendering import three_digits
 from tsopt.runtime.thread_count import check_threads, torch_threads
 
 SESSIONS_OF_A_BASELINE = 10
 MAX_DROP = 0.005
-OTHER_STATE = 1.3  # times as long as eager took, or threads to meet, on the same machine: it is in another state
 FOR_A_CANDIDATE = {"seed", "threads"}  # the options of `optimize` that have a meaning beside `candidate`
 
 
@@ -123,9 +123,12 @@ def check(
         were, are = (_outputs(called, eager, example, written) for called in (opened, eager))
         others = "" if were == are else f"the outputs of the bundle are {were}, and those of the model are {are}"
         scores.append(score.of(eager if others else opened))
+    work = EagerWork.of(eager, example, state)
     with torch_threads(options.get("threads")):
         sessions, where = Sessions(eager, example, fast, bundle, seed), environment()
-        slowdown = _run(sessions, then, max_slowdown, compare_seconds, tell, update=update)
+        machine, versions = machine_of(where), versions_of(where)
+        yardstick = None if then is None else Yardstick(then, machine, versions, work, is_single=_is_single(fast))
+        slowdown, drift = _run(sessions, yardstick, max_slowdown, compare_seconds, tell, update=update)
     now = Baseline(
         model=_name(model, fast),
         winner=_title(fast),
@@ -133,11 +136,13 @@ def check(
         inputs=_inputs(example),
         eager_ms=median(sessions.eager_ms),
         meeting_us=median(sessions.meetings) if sessions.meetings else None,
-        macs=_macs(eager, example, state),
+        macs=work.macs,
+        ops=work.ops,
+        functions=work.functions,
         metric=score.name,
         score=scores[0],
-        machine=machine_of(where),
-        versions=versions_of(where),
+        machine=machine,
+        versions=versions,
     )
     limits: dict[str, Any] = {"max_slowdown": max_slowdown, "max_drop": MAX_DROP if max_drop is None else max_drop}
     stopped = _stopped(fast)
@@ -151,7 +156,7 @@ def check(
         return Check(now=now, baseline=None, slowdown=None, speed=OK, remarks=replaced, **limits)
     assert slowdown is not None
     remarks: list[str] = []
-    if then is None:
+    if then is None or yardstick is None:
         then = Baseline(
             model=now.model,
             winner=_winner_of(Path(str(baseline))),
@@ -163,7 +168,7 @@ def check(
         speed = slowdown.verdict(max_slowdown)
         remarks += [f"{others}: accuracy is compared with that of eager"] if others else []
     else:
-        speed, said = _judged(now, then, slowdown, max_slowdown)
+        speed, said = _judged(now, yardstick, slowdown, max_slowdown, drift)
         remarks += said
     if of_eager is not None:
         then = replace(then, metric=score.name, score=of_eager)
@@ -182,21 +187,29 @@ def check(
 
 def _run(
     sessions: Sessions,
-    then: Baseline | None,
+    yardstick: Yardstick | None,
     max_slowdown: float,
     compare_seconds: float,
     tell: Callable[[str], None],
     *,
     update: bool,
-) -> Slowdown | None:
-    """Adds sessions until the slowdown is decided or the time is over; for an update, as many as a baseline has."""
-    end, slowdown = time.monotonic() + compare_seconds, None
-    while not _is_enough(sessions, slowdown, max_slowdown, end, update=update):
+) -> tuple[Slowdown | None, Drift]:
+    """Adds sessions until the slowdown is decided or the time is over; for an update, as many as a baseline has.
+
+    Returns:
+        The slowdown, and by how much the state of the machine may have moved it.
+    """
+    end, slowdown, drift = time.monotonic() + compare_seconds, None, Drift()
+    while not _is_enough(sessions, slowdown, max_slowdown, drift.total, end, update=update):
         tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
         sessions.add()
-        if not update:
-            slowdown = paired(sessions.ratios) if then is None else between(then.speedups, sessions.speedups)
-    return slowdown
+        if yardstick is not None:
+            slowdown = between(yardstick.then.speedups, sessions.speedups)
+            eager, meeting = median(sessions.eager_ms), median(sessions.meetings) if sessions.meetings else None
+            drift = yardstick.drift(eager, meeting, eager / median(sessions.speedups))
+        elif not update:
+            slowdown = paired(sessions.ratios)
+    return slowdown, drift
 
 
 def _replaced(place: Path, now: Baseline, max_slowdown: float) -> tuple[str, ...]:
@@ -273,37 +286,33 @@ def _opened(
     return None, partial(load, place, trust=trust)
 
 
-def _is_enough(sessions: Sessions, slowdown: Slowdown | None, max_slowdown: float, end: float, *, update: bool) -> bool:
+def _is_enough(
+    sessions: Sessions, slowdown: Slowdown | None, max_slowdown: float, drift: float, end: float, *, update: bool
+) -> bool:
     """Whether the slowdown is decided, or no time is left for another session."""
     count = len(sessions)
     if count >= LEAST and time.monotonic() + sessions.longest > end:
         return True
-    if slowdown is not None and count >= FEWEST and slowdown.verdict(max_slowdown) != UNDECIDED:
+    if slowdown is not None and count >= FEWEST and slowdown.verdict(max_slowdown, drift) != UNDECIDED:
         return True
     return count >= (SESSIONS_OF_A_BASELINE if update else MOST)
 
 
-def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> tuple[str, list[str]]:
+def _judged(
+    now: Baseline, yardstick: Yardstick, slowdown: Slowdown, limit: float, drift: Drift
+) -> tuple[str, list[str]]:
     """The verdict on the speed by a yardstick, and what a reader should know of the yardstick."""
-    speed, remarks = slowdown.verdict(limit), []
-    is_same, is_as_large = then.machine == now.machine, then.macs in (None, now.macs)
-    again = "check again later, or against a bundle, which is timed in the same moments"
-    if is_same and then.meeting_us and now.meeting_us and _is_another(now.meeting_us / then.meeting_us):
-        speed = UNDECIDED
-        took, takes = three_digits(then.meeting_us), three_digits(now.meeting_us)
-        remarks.append(
-            f"threads take {takes} us to meet, and took {took} us for the baseline: this"
-            f" machine is in another state than then; {again}"
-        )
-    if is_same and is_as_large and then.eager_ms and now.eager_ms:
-        times, took, takes = now.eager_ms / then.eager_ms, three_digits(then.eager_ms), three_digits(now.eager_ms)
-        calls = f"a call in eager mode takes {takes} ms, and took {took} ms for the baseline"
-        if _is_another(times):
+    then, speed, remarks = yardstick.then, slowdown.verdict(limit, drift.total), []
+    is_same = then.machine == now.machine
+    if speed == UNDECIDED and slowdown.verdict(limit) != UNDECIDED:
+        remarks.append(_of_another_state(now, then, drift))
+    if is_same and speed == SLOWER and not yardstick.is_same_work and then.macs in (None, now.macs):
+        times = now.eager_ms / then.eager_ms if now.eager_ms and then.eager_ms else math.inf
+        if (1 + slowdown.estimate) * times <= 1 + limit:
             speed = UNDECIDED
-            remarks.append(f"{calls}: this machine is in another state than then; {again}")
-        elif speed == SLOWER and (1 + slowdown.estimate) * times <= 1 + limit:
-            speed = UNDECIDED
-            remarks.append(f"{calls}: it is eager that has become faster, and not the optimized model slower")
+            remarks.append(
+                f"{_calls(now, then)}: it is eager that has become faster, and not the optimized model slower"
+            )
     if not then.machine:
         remarks.append("the baseline does not say on which machine it was measured")
     elif not is_same:
@@ -321,14 +330,28 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
     return speed, remarks
 
 
-def _is_another(times: float) -> bool:
-    return not 1 / OTHER_STATE < times < OTHER_STATE
+def _of_another_state(now: Baseline, then: Baseline, drift: Drift) -> str:
+    """That the machine may be why a slowdown is undecided."""
+    takes, took = (three_digits(item.meeting_us or 0.0) for item in (now, then))
+    said = f"threads take {takes} us to meet, and took {took} us for the baseline"
+    if drift.of_eager > drift.of_meeting:
+        said = _calls(now, then)
+    return (
+        f"{said}: this machine is in another state than then, which may account for {drift.total:.0%}; check again"
+        " later, or against a bundle, which is timed in the same moments"
+    )
 
 
-def _macs(model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> int:
-    call = InputSet("example", example).clone()
-    with protected(model, written=state):
-        return macs_of_call(model, *call.args, **call.kwargs)
+def _calls(now: Baseline, then: Baseline) -> str:
+    takes, took = (three_digits(item.eager_ms or 0.0) for item in (now, then))
+    return f"a call in eager mode takes {takes} ms, and took {took} ms for the baseline"
+
+
+def _is_single(fast: Any) -> bool:
+    """Whether what is compared runs in one thread."""
+    if not isinstance(fast, Optimized) or fast.executable is None:
+        return False
+    return ONE_THREAD[0] in Candidate.parse(fast.report.winner_key).options
 
 
 def _inputs(example: Example) -> str:

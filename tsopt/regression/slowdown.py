@@ -36,11 +36,15 @@ class Slowdown:
     low: float
     high: float
 
-    def verdict(self, limit: float) -> str:
-        """`slower` beyond the limit and beyond noise, `ok` if the interval lies within the limit, or `undecided`."""
-        if self.estimate > limit and self.low > CERTAIN_SHARE * limit:
+    def verdict(self, limit: float, drift: float = 0.0) -> str:
+        """`slower` beyond the limit and beyond noise, `ok` if the interval lies within the limit, or `undecided`.
+
+        Args:
+            drift: a fraction by which something else than what is compared may have moved it, either way.
+        """
+        if self.estimate > limit and self.low - drift > CERTAIN_SHARE * limit:
             return SLOWER
-        return OK if self.high <= limit else UNDECIDED
+        return OK if self.high + drift <= limit else UNDECIDED
 
     def __str__(self) -> str:
         if self.high > FAR:
