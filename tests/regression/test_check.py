@@ -77,6 +77,14 @@ def test_sessions_end_when_it_is_decided(model, baseline, paces):
     assert len(timed) == sessions.FEWEST
 
 
+@pytest.mark.parametrize(("scatter", "count"), [(1.0, 10), (8.0, 30)])
+def test_a_baseline_has_more_sessions_where_they_scatter(model, paces, monkeypatch, tmp_path, scatter, count):
+    fast_timings(monkeypatch, wins="TorchScript")
+    timed = paces(now=5.0, scatter=scatter)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    assert len(timed) == count
+
+
 def test_sessions_end_with_the_time(model, baseline, paces):
     timed = paces(now=5.3, scatter=30.0)
     found = tsopt.check(model, X, baseline, compare_seconds=1e-9, **OPTIONS)

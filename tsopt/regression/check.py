@@ -33,7 +33,7 @@ from tsopt.regression.baseline import (
 from tsopt.regression.outcome import Check
 from tsopt.regression.score import NAMELESS, Score, metric_for, state_of
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
-from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired
+from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired, uncertainty
 from tsopt.regression.yardstick import Drift, EagerWork, Yardstick
 from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.bundles.members import MANIFEST
@@ -45,7 +45,9 @@ from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.rendering import three_digits
 from tsopt.runtime.thread_count import check_threads, torch_threads
 
-SESSIONS_OF_A_BASELINE = 10
+# Sessions of a baseline, with which later ones are compared many times: more while they scatter, up to so many.
+FEWEST_OF_A_BASELINE, MOST_OF_A_BASELINE = 10, 30
+PRECISE = 0.25  # of the limit: how far the mean of a baseline may be off
 MAX_DROP = 0.005
 FOR_A_CANDIDATE = {"seed", "threads"}  # the options of `optimize` that have a meaning beside `candidate`
 
@@ -194,7 +196,7 @@ def _run(
     *,
     update: bool,
 ) -> tuple[Slowdown | None, Drift]:
-    """Adds sessions until the slowdown is decided or the time is over; for an update, as many as a baseline has.
+    """Adds sessions until the slowdown is decided or the time is over; for an update, until they tell enough.
 
     Returns:
         The slowdown, and by how much the state of the machine may have moved it.
@@ -293,9 +295,12 @@ def _is_enough(
     count = len(sessions)
     if count >= LEAST and time.monotonic() + sessions.longest > end:
         return True
+    if update:
+        is_precise = count >= FEWEST_OF_A_BASELINE and uncertainty(sessions.speedups) <= PRECISE * max_slowdown
+        return is_precise or count >= MOST_OF_A_BASELINE
     if slowdown is not None and count >= FEWEST and slowdown.verdict(max_slowdown, drift) != UNDECIDED:
         return True
-    return count >= (SESSIONS_OF_A_BASELINE if update else MOST)
+    return count >= MOST
 
 
 def _judged(

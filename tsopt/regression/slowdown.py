@@ -78,6 +78,14 @@ def paired(ratios: Sequence[float]) -> Slowdown:
     return _interval(part.mean, [part])
 
 
+def uncertainty(speedups: Sequence[float]) -> float:
+    """By which fraction the mean over sessions may be off, by their scatter."""
+    part = _Part.of(_logarithms(speedups))
+    if not part.freedom:
+        return math.inf
+    return _quantile(float(part.freedom)) * math.sqrt(part.variance)
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A trimmed mean, its variance, and the degrees of freedom of the variance."""
