@@ -133,10 +133,15 @@ def test_threads_that_take_longer_to_meet_leave_it_undecided(model, baseline, pa
         assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "slower"
 
 
-def test_one_thread_waits_for_no_other(model, baseline, paces, monkeypatch):
-    monkeypatch.setattr(module, "_is_single", lambda fast: True)
-    paces(now=6.5, meeting=4012.0)
-    assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "slower"
+def test_one_thread_waits_for_no_other(model, paces, monkeypatch, tmp_path, torch_threads):
+    torch_threads(2)
+    options = OPTIONS | {"backends": ("onnxruntime", "onnxruntime?threads=1")}
+    for wins, verdict in (("ONNX Runtime", "undecided"), ("ONNX Runtime, 1 thread", "slower")):
+        fast_timings(monkeypatch, wins=wins)
+        paces(now=5.0)
+        tsopt.check(model, X, tmp_path / "b.json", update=True, **options)
+        paces(now=6.5, meeting=4012.0)
+        assert tsopt.check(model, X, tmp_path / "b.json", **options).verdict == verdict
 
 
 @pytest.mark.parametrize(

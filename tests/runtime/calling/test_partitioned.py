@@ -36,6 +36,20 @@ def test_train_does_not_change_the_answers(monkeypatch, wins):
     assert torch.equal(model.first[1].running_mean, statistics)
 
 
+def test_what_has_been_called_often_is_not_warmed_up_again(monkeypatch):
+    known = []
+
+    def measure(calls, inputs, **options):
+        known.append(options["known"])
+        return {name: Timing((1.0, 1.01) * 4, 5) for name in calls}
+
+    monkeypatch.setattr(partitioned, "measure", measure)
+    optimized(Branches().eval())
+    (seconds,) = known
+    assert seconds.keys() == {EAGER, PARTS}
+    assert min(seconds.values()) > 0
+
+
 @pytest.mark.usefixtures("parts_win")
 def test_both_branches_are_right():
     model = Branches().eval()

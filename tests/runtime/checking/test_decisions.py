@@ -69,6 +69,14 @@ def test_hidden_scores_do_not_say_how_the_others_are_rounded():
     assert not judged(model, lambda x: torch.zeros(8, dtype=torch.int64), ROWS).ok
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("then", [torch.Tensor.long, lambda count: count >= 300], ids=["cut", "compared"])
+def test_a_count_is_not_rounded(then, missing):
+    x = torch.ones(2, 300)
+    verdict = judged(lambda x: then((x > 0).float().sum(1)), lambda x: then((x > 0).float().sum(1) - missing), x)
+    assert verdict.ok == (not missing)
+
+
 def test_what_is_left_of_values_that_cancel_is_rounding():
     x = torch.linspace(1, 2, 64)
     model = lambda x: (x / 3 + x / 7) - x * (10 / 21) > 0  # noqa: E731

@@ -273,7 +273,7 @@ def test_where_the_winner_cannot_be_timed_the_limits_are_those_of_what_is(cnn, a
 
 
 @pytest.fixture
-def made(cnn):
+def made(cnn, request):
     """Two engines, the second of which has fused the first two layers, and knows nothing of one of its kernels."""
     program, inputs = cnn
     convolutions = [node for node in program.calls() if "conv" in node.name]
@@ -284,9 +284,15 @@ def made(cnn):
     other = Timed(
         (Kernel("fused", 3.0, tuple(convolutions)), Kernel("gemm", 0.5, (head,)), Kernel("reorder", 0.25)), 4.0
     )
-    # A layer takes as many milliseconds as it has million MACs.
-    limits = Limits(macs=1e9, moved=((1, 1e18),))
+    # A layer takes as many milliseconds as it has million MACs, unless a test says what the machine can do.
+    limits = Limits(macs=getattr(request, "param", 1e9), moved=((1, 1e18),))
     return profile_of("Cnn", {"torch": torch_, "engine": other}, OpWork(program, inputs), limits)
+
+
+@pytest.mark.parametrize(("made", "share"), [(6e9, 1.0), (5.5e9, 1.0), (1e9, 6.291456)], indirect=["made"])
+def test_the_machine_is_as_fast_as_a_layer_that_exceeds_its_limit_by_a_little(made, share):
+    assert made.layers[0].limit("engine") == pytest.approx(share)
+    assert made.limits.macs == pytest.approx(6.291456e9 if share == 1 else 1e9)
 
 
 def test_rows_are_sorted_by_what_they_take_in_the_engine_that_runs(made):

@@ -117,7 +117,8 @@ class Graph:
 
     Args:
         changes: how often it is optimized again when weights have been written to; then it is run unchanged with them.
-            So often for each object; and for all of them together, if what was made has not paid by then.
+            So often for each object; and for all of them together after the first time, if what was made has not paid
+            by then.
 
     Attributes:
         refused: why it was not optimized.
@@ -227,8 +228,9 @@ class Graph:
                 return None
             changes = self._changes if changed is None else changed.changes
             if changed is not None and not self._constants.vary(changed.rewritten(args), args):
+                # The first time is free for each object: weights are often loaded after a call that made others.
+                self._vain -= changed.calls < PAYS and changes < self._changes
                 changes -= 1
-                self._vain -= changed.calls < PAYS
             if changed is not None and (changes < 0 or (changed.calls < PAYS and self._vain < 0)):
                 changed.give_up()
                 if self._changes:

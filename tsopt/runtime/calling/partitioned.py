@@ -45,7 +45,7 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
-from tsopt.runtime.racing.timing import ColdStart, first_calls, seconds_of_calls
+from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, seconds_of, seconds_of_calls
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, IN_PARTS, MODEL, Report, Row
 
@@ -281,18 +281,22 @@ def optimize_partitioned(
             with torch.no_grad(), protected(model):
                 (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
                 parts.weigh(lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0])
-                cold = ColdStart.of([traced, *first_calls(run, inputs, wait)])
+                spent = [traced, *first_calls(run, inputs, wait)]
             verdict = oracle.judge(run)
             leaves_no_trace = _leaves_no_trace(model, inputs[0])
         except Exception as error:  # from TorchDynamo, or from the model under it
             said = (str(error).splitlines() or [""])[0][:200]
             raise CaptureError("TorchDynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
-        rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold, key=KEYS[title])]
+        rows = [Row(EAGER), Row(title, accuracy=verdict, cold=ColdStart.of(spent), key=KEYS[title])]
         if not verdict.ok:
             rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
         else:
             with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
-                timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=wait, until_decided=True)
+                # Both have been called several times: a detector takes seconds in each call of a warm-up.
+                known = {EAGER: seconds_of(model, inputs[:1], wait), title: once_warm(spent, run, inputs[:1], wait)}
+                timings = measure(
+                    {EAGER: model, title: run}, inputs, seconds=seconds, wait=wait, known=known, until_decided=True
+                )
             rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
             # Fresh inputs: what the race measured must not be all that is right.
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)

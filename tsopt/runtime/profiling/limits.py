@@ -27,7 +27,8 @@ class Limits:
     """The limits of this machine.
 
     Attributes:
-        macs: float32 multiply-accumulates per second, in products of matrices or convolutions, whichever are faster.
+        macs: float32 multiply-accumulates per second, in products of matrices or convolutions, whichever are faster;
+            in a profile, at least as many as a layer of it has reached.
         moved: bytes per second, read and written, by the size of what is moved, smaller sizes first.
     """
 

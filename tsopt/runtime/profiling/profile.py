@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 ELSEWHERE = "elsewhere in the engine"
 WHOLE = "the whole call"
 TOP = 20  # layers in a text; --json and markdown have all of them
+# Of the time of a call, and times the limit: layers that take less, or are faster still, say nothing about the machine.
+LEAST_SHARE, PLAUSIBLE = 0.02, 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +295,23 @@ def profile_of(
     for node in work or ():
         rows.of(node).nodes.append(node)
     *_, last = timed
+    limits = _at_least_reached(limits, rows, work, known) if limits and work else limits
     layers = sorted((row.made(work, limits) for row in rows if row.ms), key=lambda item: -item.ms.get(last, 0.0))
     calls = {engine: found.ms for engine, found in timed.items()}
     elsewhere = {engine: max(calls[engine] - known[engine], 0.0) for engine in timed}
     whole = Work() if work is None else work.of(list(work))
     return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, whole, limits, batch, tuple(notes))
+
+
+def _at_least_reached(limits: Limits, rows: Iterable[_Row], work: OpWork, known: Mapping[str, float]) -> Limits:
+    """Limits that no layer exceeds by a little: probes of half a second may have met the machine in a slower moment."""
+    fastest = limits.macs
+    for row in rows:
+        macs = work.of(row.nodes).macs if row.nodes else 0
+        told = [ms for engine, ms in row.ms.items() if ms >= LEAST_SHARE * known[engine] > 0]
+        rates = [macs / ms * 1e3 for ms in told]
+        fastest = max([fastest, *(rate for rate in rates if rate <= PLAUSIBLE * limits.macs)])
+    return replace(limits, macs=fastest)
 
 
 def _told(layer: LayerTime, engine: str) -> str:
