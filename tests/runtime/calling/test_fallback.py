@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt import request
+from tsopt import prepared, request
 from tsopt.compiler.rewriting.pass_base import Pass
 from tsopt.runtime.calling import partitioned
 
@@ -132,7 +132,7 @@ def test_a_mistake_of_tsopts_own_costs_the_speed_only_and_is_logged(monkeypatch,
     def fails(*args, **kwargs):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(request, "transform_with_records", fails)
+    monkeypatch.setattr(prepared, "transform_with_records", fails)
     model = Net().eval()
     with caplog.at_level(logging.WARNING, "tsopt"):
         fast = tsopt.optimize(model, X, **OPTIONS)
@@ -143,14 +143,14 @@ def test_a_mistake_of_tsopts_own_costs_the_speed_only_and_is_logged(monkeypatch,
 
 
 def test_a_mistake_in_one_part_costs_that_part(monkeypatch):
-    real = request.transform_with_records
+    real = prepared.transform_with_records
 
     def fails(program, *args, **kwargs):
         if "norm" in program.text:
             raise ZeroDivisionError("ours")
         return real(program, *args, **kwargs)
 
-    monkeypatch.setattr(request, "transform_with_records", fails)
+    monkeypatch.setattr(prepared, "transform_with_records", fails)
     fast = tsopt.optimize(Net(halves).eval(), X * 4, **OPTIONS)
     assert isinstance(fast, partitioned.Partitioned)
     assert any(
@@ -223,7 +223,7 @@ def test_sizes_that_cannot_be_dynamic_are_those_of_the_example_and_the_report_sa
     def fails(*args, **kwargs):
         raise tsopt.CaptureError("the captured program is wrong at n=7")
 
-    monkeypatch.setattr(request, "validate_ranges", fails)
+    monkeypatch.setattr(prepared, "validate_ranges", fails)
     fast = tsopt.optimize(Net().eval(), X, dynamic={"x": {0: "n"}}, **OPTIONS)
     assert isinstance(fast, tsopt.Optimized)
     assert fast.report.sizes == "none is dynamic: the captured program is wrong at n=7"
