@@ -50,7 +50,8 @@ def one(name: str) -> dict[str, Any]:
     medians = {name: statistics.median(item[name] for item in sessions) for name in sessions[0]}
     ratios = {other: [item[other] / item["auto"] for item in sessions] for other in PRECISIONS[1:]}
     return found | {
-        "ms": medians,
+        "timings_ms": {name: {"p50": ms} for name, ms in medians.items()},
+        "sessions": SESSIONS,
         "against": {
             other: {"ratio": statistics.median(row), "low": min(row), "high": max(row)} for other, row in ratios.items()
         },
@@ -76,7 +77,11 @@ def page(env: Environment, rows: Rows) -> list[str]:
         *(line(name, row) for name, row in rows.items()),
         "",
         f"- auto: over the faster of the other two, geometric mean {mean:.2f}x, lowest {min(worst):.2f}x",
-        f"- median of {SESSIONS} sessions, [lowest, highest]",
+        *(
+            f"- {name}: median of {row['sessions']} sessions, [lowest, highest]"
+            for name, row in rows.items()
+            if "sessions" in row
+        ),
         f"- error: of all outputs together, in L2 norms, on {UNSEEN} inputs that were not used; weights are random",
     ]
 
@@ -90,7 +95,7 @@ def line(name: str, row: dict[str, Any]) -> str:
     for precision in PRECISIONS:
         cells += [
             row["winners"][precision].replace(", precision", ","),
-            f"{row['ms'][precision]:.3g}",
+            f"{row['timings_ms'][precision]['p50']:.3g}",
             f"{row['errors'][precision]:.2%}",
         ]
     found = _worst(row)
