@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
 
 import torch
@@ -49,16 +50,23 @@ def test_functions_of_python_and_c_are_counted():
     assert busy.functions >= found.functions + 10
 
 
-def test_the_model_and_profilers_are_left_as_they_were():
-    model, seen = Counts(), []
-
-    def profile(*event):
-        seen.append(event)
-
-    sys.setprofile(profile)
-    try:
-        EagerWork.of(model, tsopt.example(X), [model.calls])
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(None)
+def test_the_model_is_left_as_it_was():
+    model = Counts()
+    EagerWork.of(model, tsopt.example(X), [model.calls])
     assert model.calls == 0
+    assert sys.getprofile() is None
+
+
+def test_beside_another_profiler_functions_are_not_counted():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        found = work(Net())
+        assert sys.getprofile() is not None
+    finally:
+        profiler.disable()
+    assert (found.macs, found.functions) == (32, None)
+
+
+def test_beside_a_bundle_only_macs_are_needed():
+    assert EagerWork.of(Net().eval(), tsopt.example(X), [], only_macs=True) == EagerWork(32)

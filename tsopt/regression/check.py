@@ -125,7 +125,8 @@ def check(
         were, are = (_outputs(called, eager, example, written) for called in (opened, eager))
         others = "" if were == are else f"the outputs of the bundle are {were}, and those of the model are {are}"
         scores.append(score.of(eager if others else opened))
-    work = EagerWork.of(eager, example, state)
+    tell("work")
+    work = EagerWork.of(eager, example, state, only_macs=bundle is not None)
     with torch_threads(options.get("threads")):
         sessions, where = Sessions(eager, example, fast, bundle, seed), environment()
         machine, versions = machine_of(where), versions_of(where)
@@ -311,13 +312,14 @@ def _judged(
     is_same = then.machine == now.machine
     if speed == UNDECIDED and slowdown.verdict(limit) != UNDECIDED:
         remarks.append(_of_another_state(now, then, drift))
-    if is_same and speed == SLOWER and not yardstick.is_same_work and then.macs in (None, now.macs):
-        times = now.eager_ms / then.eager_ms if now.eager_ms and then.eager_ms else math.inf
-        if (1 + slowdown.estimate) * times <= 1 + limit:
+    if is_same and now.eager_ms and then.eager_ms:
+        takes_longer = (1 + slowdown.estimate) * now.eager_ms / then.eager_ms > 1 + limit
+        if speed == SLOWER and not takes_longer and not yardstick.is_same_work:
             speed = UNDECIDED
-            remarks.append(
-                f"{_calls(now, then)}: it is eager that has become faster, and not the optimized model slower"
-            )
+            remarks.append(f"{_calls(now, then)}: eager may have become faster, and not the optimized model slower")
+        elif speed == OK and takes_longer and yardstick.is_other_work and then.macs in (None, now.macs):
+            speed = UNDECIDED
+            remarks.append(f"{_calls(now, then)}: eager may have become slower, and the optimized model with it")
     if not then.machine:
         remarks.append("the baseline does not say on which machine it was measured")
     elif not is_same:
@@ -341,8 +343,9 @@ def _of_another_state(now: Baseline, then: Baseline, drift: Drift) -> str:
     said = f"threads take {takes} us to meet, and took {took} us for the baseline"
     if drift.of_eager > drift.of_meeting:
         said = _calls(now, then)
+    share = f"{min(drift.total, 1.0):.0%}"
     return (
-        f"{said}: this machine is in another state than then, which may account for {drift.total:.0%}; check again"
+        f"{said}: this machine is in another state than then, which may account for {share}; check again"
         " later, or against a bundle, which is timed in the same moments"
     )
 
@@ -353,10 +356,10 @@ def _calls(now: Baseline, then: Baseline) -> str:
 
 
 def _is_single(fast: Any) -> bool:
-    """Whether what is compared runs in one thread."""
-    if not isinstance(fast, Optimized) or fast.executable is None:
+    """Whether what is compared with eager runs in one thread, or is eager itself."""
+    if not isinstance(fast, Optimized):
         return False
-    return ONE_THREAD[0] in Candidate.parse(fast.report.winner_key).options
+    return fast.executable is None or ONE_THREAD[0] in Candidate.parse(fast.report.winner_key).options
 
 
 def _inputs(example: Example) -> str:

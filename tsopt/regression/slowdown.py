@@ -79,7 +79,7 @@ def paired(ratios: Sequence[float]) -> Slowdown:
 
 
 def uncertainty(speedups: Sequence[float]) -> float:
-    """By which fraction the mean over sessions may be off, by their scatter."""
+    """By what fraction the mean over sessions may be off, as they scatter."""
     part = _Part.of(_logarithms(speedups))
     if not part.freedom:
         return math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,10 @@ from tsopt.regression.machine_state import LAYERS
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 
-# How far a speed-up moves when eager takes a multiple of the time that it took: this, times the square of the logarithm
-# of the multiple. On a virtual machine whose calls take 1.4 times as long for minutes it is 1 to 3 %; where they take
-# twice as long, engines and eager no longer wait for the same things.
+# How far a speed-up may move when eager takes a multiple of the time that it took: this, times the square of the
+# logarithm of the multiple. Where calls take twice as long, engines and eager no longer wait for the same things.
 PER_SQUARE = 0.35
-CALLS = 3  # of the model that is looked at, of which the shortest counts: others fill caches
+CALLS, LONG = 3, 1.0  # of the model that is looked at, the shortest counts: others fill caches; one, of so many seconds
 SAME = 0.02  # of the functions, by which calls of the same code differ
 
 
@@ -33,34 +33,39 @@ class EagerWork:
     Attributes:
         macs: multiply-accumulates.
         ops: of torch.
-        functions: that Python calls, those of C among them.
+        functions: that Python calls, those of C among them; None if another profiler runs.
     """
 
     macs: int
-    ops: int
-    functions: int
+    ops: int | None = None
+    functions: int | None = None
 
     @classmethod
-    def of(cls, model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> EagerWork:
+    def of(
+        cls, model: Callable[..., Any], example: Example, state: list[torch.Tensor], *, only_macs: bool = False
+    ) -> EagerWork:
         """Args: state: the tensors that calls write, which are put back."""
-        asked = InputSet("example", example)
+        asked, start = InputSet("example", example), time.perf_counter()
         with protected(model, written=state):
             call = asked.clone()
             macs = macs_of_call(model, *call.args, **call.kwargs)
-        counted = []
-        for _ in range(CALLS):
+        is_long = time.perf_counter() - start > LONG
+        if only_macs:
+            return cls(macs)
+        counted: list[int] = []
+        for _ in range(0 if sys.getprofile() else 1 if is_long else CALLS):
             call = asked.clone()
             with protected(model, written=state), torch.no_grad():
                 counted.append(_functions_of(model, call))
         call, ops = asked.clone(), _Ops()
         with protected(model, written=state), torch.no_grad(), ops:
             model(*call.args, **call.kwargs)
-        return cls(macs, ops.count, min(counted))
+        return cls(macs, ops.count, min(counted, default=None))
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """By which fraction the state of the machine may have moved a speed-up.
+    """By what fraction the state of the machine may have moved a speed-up.
 
     Attributes:
         of_eager: as eager takes longer, or less, than for the baseline.
@@ -104,17 +109,27 @@ class Yardstick:
         if then.eager_ms and then.macs in (None, self.work.macs):
             of_eager = PER_SQUARE * math.log(eager_ms / then.eager_ms) ** 2
         if then.meeting_us and meeting_us and not self.is_single:
-            of_meeting = abs(meeting_us - then.meeting_us) / LAYERS * self.work.ops / (1e3 * call_ms)
+            of_meeting = abs(meeting_us - then.meeting_us) / LAYERS * (self.work.ops or 0) / (1e3 * call_ms)
         return Drift(of_eager, of_meeting)
 
     @property
     def is_same_work(self) -> bool:
         """Whether eager does what it did, by the same versions: it takes as long, if the machine is as fast."""
-        then, work = self.then, self.work
-        if then.functions is None or then.versions != self.versions:
-            return False
-        is_same_code = abs(then.functions - work.functions) <= SAME * max(then.functions, work.functions)
-        return is_same_code and (then.macs, then.ops) == (work.macs, work.ops)
+        then = self.then
+        is_same_code = self._is_same_code()
+        return bool(is_same_code) and then.versions == self.versions and then.macs == self.work.macs
+
+    @property
+    def is_other_work(self) -> bool:
+        """Whether eager does something else, or by other versions. Of neither is anything known of an old baseline."""
+        return self._is_same_code() is False or self.then.versions not in ("", self.versions)
+
+    def _is_same_code(self) -> bool | None:
+        then, now = self.then, self.work
+        if then.functions is None or now.functions is None or then.ops is None:
+            return None
+        is_alike = abs(then.functions - now.functions) <= SAME * max(then.functions, now.functions)
+        return is_alike and then.ops == now.ops
 
 
 class _Ops(WatchingMode):
@@ -131,7 +146,7 @@ class _Ops(WatchingMode):
 
 def _functions_of(model: Callable[..., Any], call: Example) -> int:
     """How many functions Python calls in a call of the model, in this thread."""
-    count, before = 0, sys.getprofile()
+    count = 0
 
     def saw(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
@@ -141,5 +156,5 @@ def _functions_of(model: Callable[..., Any], call: Example) -> int:
     try:
         model(*call.args, **call.kwargs)
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
     return count

@@ -358,6 +358,18 @@ def test_objects_of_graphs_that_turn_up_later_count_as_such():
     assert len(graph.every_fast) == 2
 
 
+def test_weights_that_are_loaded_after_a_first_call_are_optimized_for():
+    made = []
+    graph, weights = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=3), numbered(6)
+    with torch.no_grad():
+        for weight in weights:
+            graph(X, weight)
+            weight.add_(1)
+        for weight in weights:
+            assert torch.equal(graph(X, weight), X * weight)
+    assert (len(graph.every_fast), len(made), graph.refused) == (6, 12, "")
+
+
 @pytest.mark.parametrize(("calls", "count"), [(1, 15), (5, 24)])
 def test_after_the_first_change_of_each_object_those_in_vain_are_as_many_as_those_of_one(monkeypatch, calls, count):
     monkeypatch.setattr(graph_parts, "PAYS", 5)

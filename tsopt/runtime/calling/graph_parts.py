@@ -228,7 +228,7 @@ class Graph:
                 return None
             changes = self._changes if changed is None else changed.changes
             if changed is not None and not self._constants.vary(changed.rewritten(args), args):
-                # The first time is free for each object: weights are often loaded after a call that made others.
+                # The first time is free for each object: weights are often loaded after a first call with random ones.
                 self._vain -= changed.calls < PAYS and changes < self._changes
                 changes -= 1
             if changed is not None and (changes < 0 or (changed.calls < PAYS and self._vain < 0)):

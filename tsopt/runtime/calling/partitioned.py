@@ -45,7 +45,7 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
-from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, seconds_of, seconds_of_calls
+from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, rest, seconds_of, seconds_of_calls
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, IN_PARTS, MODEL, Report, Row
 
@@ -284,6 +284,12 @@ def optimize_partitioned(
                 spent = [traced, *first_calls(run, inputs, wait)]
             verdict = oracle.judge(run)
             leaves_no_trace = _leaves_no_trace(model, inputs[0])
+            known: dict[str, float] = {}
+            if verdict.ok:  # both have been called several times: in a warm-up, each call of a detector takes seconds
+                with torch.no_grad():
+                    known[EAGER] = seconds_of(model, inputs[:1], wait)
+                    rest()
+                    known[title] = once_warm(spent, run, inputs[:1], wait)
         except Exception as error:  # from TorchDynamo, or from the model under it
             said = (str(error).splitlines() or [""])[0][:200]
             raise CaptureError("TorchDynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
@@ -292,8 +298,6 @@ def optimize_partitioned(
             rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
         else:
             with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
-                # Both have been called several times: a detector takes seconds in each call of a warm-up.
-                known = {EAGER: seconds_of(model, inputs[:1], wait), title: once_warm(spent, run, inputs[:1], wait)}
                 timings = measure(
                     {EAGER: model, title: run}, inputs, seconds=seconds, wait=wait, known=known, until_decided=True
                 )

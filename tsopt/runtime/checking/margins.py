@@ -13,7 +13,7 @@ from tsopt.compiler.analysis.jumps import COMPARISONS, jump
 from tsopt.compiler.analysis.non_finite import PASSING
 from tsopt.compiler.analysis.range_rules import PLACES
 from tsopt.compiler.analysis.ranged_call import base_name
-from tsopt.compiler.analysis.whole_numbers import is_exact_sum
+from tsopt.compiler.analysis.whole_numbers import SUMS, exact_sums
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.values import Values
 from tsopt.runtime.checking.compare import TOLERANCES
@@ -201,7 +201,10 @@ def roundings(sources: list[fx.Node]) -> torch.dtype | None:
 def _is_correctly_rounded(sources: list[fx.Node]) -> bool:
     """Whether values are made by calls of which it is known to the last bit what they return."""
     known = UNROUNDED | CORRECTLY_ROUNDED
-    return all(base_name(node) in known or is_exact_sum(node) for node in upstream(*sources, floats_only=True))
+    others = [node for node in upstream(*sources, floats_only=True) if base_name(node) not in known]
+    if not others or any(base_name(node) not in SUMS for node in others):
+        return not others
+    return exact_sums(others[0].graph).issuperset(others)
 
 
 def upstream(*nodes: fx.Node, floats_only: bool = False) -> Iterator[fx.Node]:
