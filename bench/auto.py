@@ -1,8 +1,8 @@
 """Is `precision="auto"` as fast as bfloat16 and as int8, each chosen by name? The three, timed side by side.
 
 Usage: python -m bench.auto [MODEL ...]; writes bench/results/auto.{json,md}. A process for each model. In each session
-all three are opened anew from their bundles, in another order: where an engine's weights lie in memory, and with it the
-time of a call, is another matter each time.
+all three are loaded again from their bundles, in a different order, because the time of a call depends on where an
+engine's weights end up in memory.
 """
 
 from __future__ import annotations

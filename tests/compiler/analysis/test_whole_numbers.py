@@ -25,7 +25,7 @@ EXACT = {
 ROUNDED = {
     "of numbers": lambda x: x.sum(1),
     "of halves": lambda x: ((x > 0).float() * 0.5).sum(1),
-    "of either, one of which is no whole number": lambda x: torch.where(x > 0, (x > 1).float(), x).sum(1),
+    "of a choice between counts and other numbers": lambda x: torch.where(x > 0, (x > 1).float(), x).sum(1),
     "of products with numbers": lambda x: ((x > 0).float() * x).sum(1),
     "of what may be large": lambda x: ((x > 0).float() * 2**24 + 1).sum(1),
     "of integers of any size": lambda x: x.long().float().sum(1),
