@@ -344,8 +344,7 @@ def test_all_objects_together_take_the_time_of_all_parts():
     assert (len(graph.every_fast), graph.refused) == (2, SPENT)
     assert as_lines([graph]) == ["part 1: 1 op nodes, onednn wins", f"part 1: {SPENT}"]
     with torch.no_grad():
-        for weight in weights:
-            assert torch.equal(other(X, weight), X * weight)
+        assert all(torch.equal(other(X, weight), X * weight) for weight in weights)
     assert len(other.every_fast) == 1, "each part is optimized once"
 
 
@@ -353,8 +352,7 @@ def test_objects_of_graphs_that_turn_up_later_count_as_such():
     graph, weights = taking_its_time(1.0), numbered(4)
     graph.has_room = lambda: graph.tries <= 2
     with torch.no_grad():
-        for weight in weights:
-            assert torch.equal(graph(X, weight), X * weight)
+        assert all(torch.equal(graph(X, weight), X * weight) for weight in weights)
     assert len(graph.every_fast) == 2
 
 

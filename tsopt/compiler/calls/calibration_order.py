@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from tsopt.compiler.calls.calibration_kept import LEAST
 
+log = logging.getLogger("tsopt")
 T = TypeVar("T")
 Measure = Callable[[Any], tuple[float, int]]  # how many calls an item holds, a fraction for a part of one; how many do
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill the range from 0 to 1 evenly, and never fall into a period
@@ -110,7 +112,8 @@ def _length_of(data: Any) -> int | None:
         return None
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # a streamed dataset without a length: it is iterated over instead
+    except (TypeError, NotImplementedError) as error:  # torch's convention for datasets without a length
+        log.info("calibration data is read from its beginning, because %s has no length: %r", cls.__name__, error)
         return None
 
 
