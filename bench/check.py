@@ -144,8 +144,8 @@ def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
         *(text for name, row in rows.items() for text in line(name, row)),
         "",
-        f"- slower by {SEEDED:.0%}: a loop follows each call; that many turns of it, with the function around both, make "
-        "calls so much longer, as measured before the checks",
+        f"- slower by {SEEDED:.0%}: a loop follows each call, of as many turns as make calls so much longer; that was "
+        "measured before the checks",
         "- ONNX Runtime alone beside eager; the limit is 5 %; each check is compared with one baseline of its model",
     ]
 

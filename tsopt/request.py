@@ -41,7 +41,7 @@ from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race, faster_first
-from tsopt.runtime.racing.contenders import LEAST_SECONDS, RaceSettings
+from tsopt.runtime.racing.contenders import LEAST_SECONDS, Progress, RaceSettings
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import race
@@ -254,7 +254,9 @@ class Request:
                 ready or fails by itself, the caller's `progress`; or if a frontend was requested by name.
         """
         error = errors[-1]
-        if isinstance(error, (UsageError, NotReady)) or error is self.progress.error or self.frontend != "auto":
+        if self.progress.error is not None:  # TorchDynamo may have been between it and here
+            raise self.progress.error
+        if isinstance(error, (UsageError, NotReady)) or self.frontend != "auto":
             raise error
         called = as_eval(self.model, self.eval_mode)
         own = failure_of_the_model(called, example, error)
@@ -331,7 +333,9 @@ class Request:
             reasons.append(f"{candidate.title}: {reason}")
         raise AccuracyError(f"no candidate wins for this signature: {'; '.join(reasons)}")
 
-    def part(self, graph: Callable[..., Any], inputs: Example, budget: float | None) -> Optimized:
+    def part(
+        self, graph: Callable[..., Any], inputs: Example, budget: float | None, progress: Progress = lambda text: None
+    ) -> Optimized:
         """One graph of a partitioned model, optimized as the whole model would have been, in so many seconds."""
         known = [seconds for seconds in (budget, self.race.budget) if seconds is not None]
         own = replace(
@@ -345,12 +349,14 @@ class Request:
             only = tuple(dict.fromkeys(candidate.in_full_precision() for candidate in self.race.candidates))
             own = replace(own, race=replace(own.race, candidates=only), int8=Int8Options())
         # The whole model is audited, and its weights are watched, by its caller.
-        own = replace(own, frontend="export", audit=0.0, progress=ReportedProgress(lambda text: None))
+        own = replace(own, frontend="export", audit=0.0, progress=ReportedProgress(progress))
         try:
             return own.as_one_graph(inputs)
         except TsoptError:
             raise
         except Exception as error:  # a bug in tsopt costs this part its speed
+            if error is own.progress.error:
+                raise
             raise CaptureError(
                 "internal error in tsopt while optimizing a part", why=f"{type(error).__name__}: {error}"
             ) from error

@@ -203,7 +203,7 @@ def _run(
         The slowdown, and by how much the state of the machine may have moved it.
     """
     end, slowdown, drift = time.monotonic() + compare_seconds, None, Drift()
-    while not _is_enough(sessions, slowdown, max_slowdown, drift.total, end, update=update):
+    while not _is_enough(sessions, slowdown, max_slowdown, drift, end, update=update):
         tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
         sessions.add()
         if yardstick is not None:
@@ -290,7 +290,7 @@ def _opened(
 
 
 def _is_enough(
-    sessions: Sessions, slowdown: Slowdown | None, max_slowdown: float, drift: float, end: float, *, update: bool
+    sessions: Sessions, slowdown: Slowdown | None, max_slowdown: float, drift: Drift, end: float, *, update: bool
 ) -> bool:
     """Whether the slowdown is decided, or no time is left for another session."""
     count = len(sessions)
@@ -299,16 +299,15 @@ def _is_enough(
     if update:
         is_precise = count >= FEWEST_OF_A_BASELINE and uncertainty(sessions.speedups) <= PRECISE * max_slowdown
         return is_precise or count >= MOST_OF_A_BASELINE
-    if slowdown is not None and count >= FEWEST and slowdown.verdict(max_slowdown, drift) != UNDECIDED:
-        return True
-    return count >= MOST
+    verdict = UNDECIDED if slowdown is None else slowdown.verdict(max_slowdown, drift.below, drift.above)
+    return count >= MOST or (count >= FEWEST and verdict != UNDECIDED)
 
 
 def _judged(
     now: Baseline, yardstick: Yardstick, slowdown: Slowdown, limit: float, drift: Drift
 ) -> tuple[str, list[str]]:
     """The verdict on the speed by a yardstick, and what a reader should know of the yardstick."""
-    then, speed, remarks = yardstick.then, slowdown.verdict(limit, drift.total), []
+    then, speed, remarks = yardstick.then, slowdown.verdict(limit, drift.below, drift.above), []
     is_same = then.machine == now.machine
     if speed == UNDECIDED and slowdown.verdict(limit) != UNDECIDED:
         remarks.append(_of_another_state(now, then, drift))
@@ -341,9 +340,9 @@ def _of_another_state(now: Baseline, then: Baseline, drift: Drift) -> str:
     """That the machine may be why a slowdown is undecided."""
     takes, took = (three_digits(item.meeting_us or 0.0) for item in (now, then))
     said = f"threads take {takes} us to meet, and took {took} us for the baseline"
-    if drift.of_eager > drift.of_meeting:
+    if max(drift.of_eager, drift.of_faster_eager) > drift.of_meeting:
         said = _calls(now, then)
-    share = f"{min(drift.total, 1.0):.0%}"
+    share = f"{min(drift.below, 1.0):.0%}"
     return (
         f"{said}: this machine is in another state than then, which may account for {share}; check again"
         " later, or against a bundle, which is timed in the same moments"

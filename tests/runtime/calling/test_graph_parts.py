@@ -30,7 +30,7 @@ class Clock:
 def clock(monkeypatch):
     monkeypatch.setattr(graph_parts, "time", Clock)
     monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.02)
-    monkeypatch.setattr(graph_parts, "COVERED", 0.9)
+    monkeypatch.setattr(graph_parts, "COVERED", 0.8)
     Clock.now = 0.0
 
 
@@ -73,8 +73,8 @@ def test_graphs_that_take_next_to_none_of_the_time_are_left_as_they_are():
     call([*graphs, never])
     assert optimized == [0.5, 0.2, 0.0]
     assert as_lines(graphs) == ["parts 1, 3: not here", "parts 2, 4: less than 2% of the time"]
-    assert graphs[0].budget == graph_parts.FOR_ALL * 0.5
-    assert graphs[2].budget == pytest.approx(graph_parts.FOR_ALL * 0.2)
+    assert graphs[0].budget == graph_parts.FOR_WHOLE * 0.5
+    assert graphs[2].budget == max(FOR_EACH, graph_parts.FOR_WHOLE * 0.2)
     assert never.budget is None
 
 
@@ -83,8 +83,8 @@ def test_when_the_largest_take_most_of_the_time_the_others_are_left_as_they_are(
     graphs = [taking(seconds, optimized) for seconds in (0.03, 0.5, 0.03, 0.3, 0.04)]
     weigh(graphs, lambda: call(graphs, 0.1))
     call(graphs)
-    assert optimized == [0.5, 0.3, 0.04]
-    assert as_lines(graphs)[0] == "parts 1, 3: larger parts take 90% of the time of all parts"
+    assert optimized == [0.5, 0.3]
+    assert as_lines(graphs)[0] == "parts 1, 3, 5: larger parts take 80% of the time of all parts"
 
 
 def test_of_many_parts_of_one_size_most_are_optimized():
@@ -92,7 +92,7 @@ def test_of_many_parts_of_one_size_most_are_optimized():
     graphs = [taking(0.1, optimized) for _ in range(20)]
     weigh(graphs, lambda: call(graphs))
     call(graphs)
-    assert len(optimized) == 18
+    assert len(optimized) == 16
 
 
 @pytest.mark.parametrize(("seconds", "tried"), [(0.2, [0.2]), (0.05, [])])

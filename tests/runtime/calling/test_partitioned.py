@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.runtime.calling.parts import Branches, Decides, X, optimized
+from tests.runtime.calling.parts import QUICK, Block, Branches, Decides, X, optimized
 from tsopt.runtime.calling import partitioned
 from tsopt.runtime.calling.partitioned import PARTS, Partitioned
 from tsopt.runtime.racing.speedup import Timing
@@ -265,3 +266,24 @@ def test_the_report_has_the_name_of_the_model():
     assert optimized(model, frontend="parts", eval_mode=True).report.model == "Branches"
     assert optimized(partial(Branches().eval(), scale=2.0), frontend="parts").report.model == "Branches"
     assert model.training
+
+
+def test_the_steps_of_each_part_and_those_after_them_are_told():
+    told = []
+    optimized(Block().eval(), frontend="parts", progress=told.append)
+    of_the_first = [text.removeprefix("part 1 of 2: ") for text in told if text.startswith("part 1 of 2: ")]
+    assert of_the_first[0] == "capture"
+    assert any(text.startswith("compile ") for text in of_the_first)
+    after = [text for text in told if not text.startswith("part ")]
+    assert after.index("first calls") < after.index(f"check {PARTS}") < after.index(f"verify {PARTS}")
+    assert any(text.startswith("time: round 1") for text in after)
+
+
+@pytest.mark.parametrize("step", ["part 1 of", r"part 1 of \d+: compile", "check partitioned"])
+def test_what_the_callers_progress_raises_is_the_callers(step):
+    def progress(text):
+        if re.match(step, text):
+            raise LookupError("stop")
+
+    with pytest.raises(LookupError, match="stop"):
+        tsopt.optimize(Branches().eval(), X, progress=progress, **QUICK)

@@ -130,6 +130,41 @@ def test_a_capture_that_is_wrong_is_no_witness_for_itself():
     assert "no float64 reference" in verdict.reason
 
 
+@pytest.mark.parametrize(("offset", "ok"), [(0.0, True), (2e-3, False)])
+def test_without_a_program_the_model_itself_is_computed_in_float64(offset, ok):
+    """Of a model in parts, too, rounding may be amplified beyond the tolerance of a single element."""
+    verdict = Oracle(lambda x: (x * 1e4).sin(), Example((ROW,)), None, few=True).judge(
+        lambda x: (x * 100 * 100).sin() + offset
+    )
+    assert (verdict.ok, verdict.test) == (ok, "float64")
+
+
+def test_a_model_that_does_not_compute_in_float64_is_its_own_reference():
+    def model(x):
+        assert x.dtype == torch.float32
+        return (x * 1e4).sin()
+
+    verdict = Oracle(model, Example((ROW,)), None, few=True).judge(lambda x: (x * 100 * 100).sin())
+    assert not verdict.ok
+    assert "no float64 reference" in verdict.reason
+
+
+@pytest.mark.parametrize(("model", "asked"), [(torch.relu, 0), (lambda x: x + torch.rand_like(x), 5)])
+def test_answers_on_the_example_are_those_that_are_known_unless_a_seed_decides(model, asked):
+    def called(x):
+        calls.append(torch.equal(x, ROW))
+        return model(x)
+
+    calls: list[bool] = []
+    first = Oracle(called, Example((ROW,)), None, seed=1)
+    calls.clear()
+    second = Oracle(called, Example((ROW,)), None, seed=2, known=first)
+    assert sum(calls) - 1 == max(0, asked - 2), "one of them looks for what refuses values that are made up"
+    assert (second.expected[0] is first.expected[0]) == (asked == 0)
+    assert not torch.equal(second.expected[1].leaves[0], first.expected[1].leaves[0])
+    assert second.judge(called).ok
+
+
 def test_a_few_input_sets():
     assert [e.inputs.kind for e in Oracle(torch.relu, tsopt.example(torch.randn(4)), None, few=True).expected] == [
         "example",
@@ -146,6 +181,31 @@ def test_a_few_input_sets():
     ],
 )
 def test_a_model_whose_calls_take_long_is_asked_less(monkeypatch, seconds, kinds):
+    oracle = Oracle(taking(monkeypatch, lambda x: x * 2, seconds), Example((ROW,)), None)
+    assert {expected.inputs.kind for expected in oracle.expected} == kinds
+    assert any(f"a call takes {seconds:.1f} s" in text for text in oracle.skipped) == (len(kinds) < 8)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kinds"),
+    [
+        ([0.1], ["example", "drawn-1", "example"]),
+        ([0.6], ["drawn-1", "example"]),
+        # A slow first call alone says nothing of the others.
+        ([0.6, 0.6, 0.1], ["drawn-1", "example", "drawn-1", "example"]),  # the very first call looks for refusals
+    ],
+)
+def test_where_calls_take_long_the_example_is_repeated_once(monkeypatch, seconds, kinds):
+    calls = []
+    model = taking(monkeypatch, lambda x: calls.append(1) or x * len(calls), *seconds)  # another answer in each call
+    (expected, *_) = Oracle(model, Example((ROW,)), None).expected
+    assert [inputs.kind for inputs, _ in expected.again] == kinds
+
+
+def taking(monkeypatch, model, *seconds):
+    """A model whose calls take these times, and the last of them from then on."""
+    left = list(seconds)
+
     class Clock:
         now = 0.0
 
@@ -153,14 +213,12 @@ def test_a_model_whose_calls_take_long_is_asked_less(monkeypatch, seconds, kinds
         def perf_counter(cls):
             return cls.now
 
-    def model(x):
-        Clock.now += seconds
-        return x * 2
+    def call(x):
+        Clock.now += left.pop(0) if len(left) > 1 else left[0]
+        return model(x)
 
     monkeypatch.setattr(eager_answers, "time", Clock)
-    oracle = Oracle(model, Example((ROW,)), None)
-    assert {expected.inputs.kind for expected in oracle.expected} == kinds
-    assert any(f"a call takes {seconds:.1f} s" in text for text in oracle.skipped) == (len(kinds) < 8)
+    return call
 
 
 def test_the_same_answer_is_held_once():

@@ -32,11 +32,16 @@ def test_first_calls_are_slow_until_they_are_as_all_others(clock, seconds, first
 
 
 def test_first_calls_are_not_watched_for_long(clock):
-    first_calls(clock.taking(10.0), INPUTS)
-    assert clock.now == pytest.approx(10.0 * timing.MIN_COLD)
+    first_calls(clock.taking(0.4), INPUTS)
+    assert clock.now == pytest.approx(0.4 * timing.MIN_COLD)
     start = clock.now
     first_calls(clock.taking(1e-6), INPUTS)
     assert clock.now - start == pytest.approx(1e-6 * timing.MAX_COLD)
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [((10.0,), 2), ((14.0, 10.0), 3), ((12.0, 10.0), 2)])
+def test_of_calls_that_take_long_two_do_if_the_first_was_warm(clock, seconds, calls):
+    assert len(first_calls(in_turn(clock, *seconds), INPUTS)) == calls
 
 
 def test_first_calls_rotate_the_inputs(clock):
@@ -55,8 +60,14 @@ def test_a_short_call_is_estimated_in_a_row_of_calls(clock):
 
 def test_a_long_call_is_estimated_by_one(clock):
     log: list = []
-    assert seconds_of(clock.taking(0.5, log), INPUTS) == pytest.approx(0.5)
-    assert len(log) == 2
+    assert seconds_of(clock.taking(0.6, log), INPUTS) == pytest.approx(0.6)
+    assert len(log) == 1
+
+
+def test_one_of_some_milliseconds_is_estimated_by_the_second_call_which_has_another_input(clock):
+    log: list = []
+    assert seconds_of(clock.taking(0.1, log), INPUTS) == pytest.approx(0.1)
+    assert [args[0] for _, args, _ in log] == [0, 1]
 
 
 @pytest.mark.parametrize(("first", "later", "found"), [(1e-3, 1e-4, 1e-4), (10e-3, 1e-4, 10e-3), (1e-3, 5.0, 1e-3)])

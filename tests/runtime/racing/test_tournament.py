@@ -10,7 +10,7 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.errors import BackendError
 from tsopt.runtime.racing import timing, tournament
-from tsopt.runtime.racing.speedup import Timing
+from tsopt.runtime.racing.speedup import ENOUGH, Timing, speedup
 from tsopt.runtime.racing.tournament import is_decided, measure, still_in
 
 INPUTS = [Example((n,), {"k": n}) for n in range(3)]
@@ -135,8 +135,16 @@ def test_samples_that_scatter_are_followed_by_more_for_as_long_as_there_is_time(
 
 
 def test_there_are_at_least_the_fewest_rounds_however_little_time_there_is(clock):
-    found = measure({"a": clock.taking(1.0)}, INPUTS, seconds=1e-9)
+    found = measure({"a": clock.taking(0.4)}, INPUTS, seconds=1e-9)
     assert len(found["a"].samples) == tournament.MIN_ROUNDS
+
+
+def test_of_calls_that_take_long_there_are_as_many_as_an_interval_needs(clock):
+    log: list = []
+    (timing,) = measure({"a": clock.taking(0.6, log)}, INPUTS, seconds=1e-9).values()
+    assert timing.samples == pytest.approx([600.0] * ENOUGH)
+    assert len(log) == 1 + tournament.WARM_UP_IF_LONG + ENOUGH
+    assert speedup(timing, Timing((1200.0,) * ENOUGH)).verdict == "faster"
 
 
 def test_the_time_given_is_about_the_time_taken(clock):

@@ -29,14 +29,15 @@ from tsopt.runtime.calling.optimized import Optimized
 log = logging.getLogger("tsopt")
 # Of the time of a call: a part that takes less is left as it is. Optimizing one takes seconds, whatever it computes.
 LEAST_SHARE = 0.02
-COVERED = 0.9  # of the time of all parts: once the largest ones take as much, the others are left as they are
+COVERED = 0.8  # of the time of all parts: once the largest ones take as much, the others are left as they are
 # Times as much for graphs that turn up later, for other sizes perhaps: there may be many. And how many are optimized.
 LATER, MOST_LATER = 5, 4
 CALLS, CALL_SECONDS = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
 LOSSES = 3  # times that weights are replaced before the form for them has paid; then no other is made
 MOST_OBJECTS = 128  # that a graph is optimized for, each with its own weights
-# Seconds for optimizing all parts, about, but this many for each at least, however many objects call it.
-FOR_ALL, FOR_EACH = 120.0, 20.0
+# Seconds for optimizing all parts, about; for a part that takes all of the time of a call, of which others get their
+# share, but FOR_EACH at least, however many objects call it.
+FOR_ALL, FOR_WHOLE, FOR_EACH = 120.0, 90.0, 20.0
 SPENT = "left as it is for further objects: the time for all parts is spent"
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
@@ -298,7 +299,7 @@ class Graph:
     @property
     def budget(self) -> float | None:
         """The seconds that may be spent on it for one object; None if it is not known how much it matters."""
-        return None if self.share is None else max(FOR_EACH, min(FOR_ALL * self.share, self.purse.left))
+        return None if self.share is None else max(FOR_EACH, min(FOR_WHOLE * self.share, self.purse.left))
 
     def leave(self, reason: str) -> None:
         """It is run unchanged from now on."""

@@ -57,8 +57,8 @@ KEYS = {PARTS: IN_PARTS, SCRIPT: "torchscript"}  # as options `frontend`, which 
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 
-# A graph, an example of its inputs, and the seconds that may be spent.
-OptimizePart = Callable[[Callable[..., Any], Example, float | None], Optimized]
+# A graph, an example of its inputs, the seconds that may be spent, and what is told the steps.
+OptimizePart = Callable[[Callable[..., Any], Example, float | None, Progress], Optimized]
 NO_GRAPHS = (
     "TorchDynamo compiles none of its code; if it has compiled many models of this class, in all of the process, "
     "torch._dynamo.reset() lets it start again"
@@ -175,7 +175,7 @@ class Lease:
     """Whoever calls the parts of a model holds it: once nobody does, they let go of what was made of them.
 
     Args:
-        optimize: called with a graph, an example of its inputs, and the seconds that may be spent.
+        optimize: see OptimizePart.
     """
 
     def __init__(self, optimize: OptimizePart, progress: Progress, wait: Callable[[], None]) -> None:
@@ -210,8 +210,10 @@ class Parts:
             lease = self._lease()
             if lease is None:
                 raise CaptureError("the model that it is a part of is gone")
-            lease.progress(f"part {number} of {len(self.graphs)}")
-            return lease.optimize(called, inputs, made.budget)
+            title, tell = f"part {number} of {len(self.graphs)}", lease.progress
+            tell(title)
+            # What is optimized keeps the last argument, which must not keep the lease.
+            return lease.optimize(called, inputs, made.budget, lambda text: tell(f"{title}: {text}"))
 
         made = Graph(graph, announced, self._known)
         made.is_timed, made.late, made.wait = self.call_seconds is None, self.call_seconds, self._wait
@@ -257,7 +259,7 @@ def optimize_partitioned(
     A TorchScript model is optimized by TorchScript instead.
 
     Args:
-        optimize: called with a graph, an example of its inputs, and the seconds that may be spent.
+        optimize: see OptimizePart.
         script: the model as TorchScript, to use instead of it.
         because: why it is not one graph, if that was tried.
         on_gradients: what to do for calls that only the model itself can serve.
@@ -281,7 +283,9 @@ def optimize_partitioned(
             with torch.no_grad(), protected(model):
                 (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
                 parts.weigh(lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0])
+                progress("first calls")
                 spent = [traced, *first_calls(run, inputs, wait)]
+            progress(f"check {title}")
             verdict = oracle.judge(run)
             leaves_no_trace = _leaves_no_trace(model, inputs[0])
             known: dict[str, float] = {}
@@ -299,11 +303,17 @@ def optimize_partitioned(
         else:
             with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
                 timings = measure(
-                    {EAGER: model, title: run}, inputs, seconds=seconds, wait=wait, known=known, until_decided=True
+                    *({EAGER: model, title: run}, inputs),
+                    seconds=seconds,
+                    wait=wait,
+                    known=known,
+                    until_decided=True,
+                    progress=lambda text: progress(f"time: {text}"),
                 )
             rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
-            # Fresh inputs: what the race measured must not be all that is right.
-            verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
+            progress(f"verify {title}")  # on fresh inputs: what the race measured must not be all that is right
+            known_before = oracle if leaves_no_trace else None
+            verdict = Oracle(model, example_input, None, seed=seed + 1, state=state, known=known_before).judge(run)
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
     report = _report(model, rows, parts.graphs, because)

@@ -44,6 +44,7 @@ class Oracle:
 
     Args:
         model, example, program, seed, state, few, only, beside_others: see EagerAnswers.
+        known: an oracle of the same model with another seed; see EagerAnswers.
         strict_specials: what differs on NaN and infinities is wrong, not a note.
 
     Raises:
@@ -62,9 +63,13 @@ class Oracle:
         strict_specials: bool = False,
         only: str = "",
         beside_others: bool = False,
+        known: Oracle | None = None,
     ) -> None:
-        asked = {"seed": seed, "state": state, "few": few, "only": only, "beside_others": beside_others}
-        self.eager = EagerAnswers(model, example, program, **asked)  # type: ignore[arg-type]
+        asked: dict[str, Any] = {"seed": seed, "state": state, "few": few, "only": only}
+        before: EagerAnswers | None = None if known is None else known.eager
+        self.eager: EagerAnswers = EagerAnswers(
+            model, example, program, **asked, beside_others=beside_others, known=before
+        )
         self._strict_specials = strict_specials
 
     @property

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -23,9 +21,9 @@ from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.protect import protected
-from tsopt.compiler.random_state import seed_torch
+from tsopt.compiler.random_state import RandomState
 from tsopt.errors import AccuracyError
-from tsopt.runtime.checking.compare import compare, size_of
+from tsopt.runtime.checking.compare import bit_equal, compare, size_of
 from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, values_behind
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
@@ -42,6 +40,7 @@ from tsopt.runtime.checking.made_up import why_near, why_near_in_call
 from tsopt.runtime.checking.masks import FALSE_ROWS, TRUE_ROWS
 from tsopt.runtime.checking.neighbours import neighbours
 from tsopt.runtime.checking.reference64 import Reference64, called_in_float64
+from tsopt.runtime.checking.seeded import Seeded
 from tsopt.runtime.checking.time_limits import at_most
 
 log = logging.getLogger("tsopt")
@@ -50,7 +49,9 @@ log = logging.getLogger("tsopt")
 SECONDS, FEWEST = 2.0, 1
 FIND_MOST = ("drawn-1", SPECIAL, FALSE_ROWS, "large", TRUE_ROWS, ZEROS, "random", "tiny")
 FEW = 2  # input sets: the example, and values drawn from it
-REPEATED_CALLS = 2  # calls on the example after the first; one on another input comes before the last of them
+# Calls on the example after the first, but one if calls take longer than so many seconds; a call on another input comes
+# before the last of them.
+REPEATED_CALLS, LONG_CALL = 2, 0.5
 # Seconds, and multiples of the call on the example: the time that the model may take on generated inputs.
 PATIENCE, SLOWER = 20.0, 50.0
 
@@ -66,6 +67,8 @@ class EagerAnswers:
         only: a name for the example, where that is the only input set and is called once, whatever its answers are.
         beside_others: other threads run, whose random numbers and tensors are left alone: calls draw none, and write
             nothing but the state.
+        known: the answers of the same model with another seed. Those on the example are taken from there, with their
+            float64, where neither the seed nor earlier calls decide them.
 
     Raises:
         AccuracyError: the model fails on its example, or returns no finite value on any input set.
@@ -82,13 +85,15 @@ class EagerAnswers:
         few: bool,
         only: str,
         beside_others: bool = False,
+        known: EagerAnswers | None = None,
     ) -> None:
         self.program, self.only, self._beside_others = program, only, beside_others
         self._model = model
         self.seed = seed
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
-        self._wide: dict[str, dict[fx.Node, Any] | None] = {}
+        self._wide: dict[str, dict[fx.Node, Any] | None] = {}  # by the kind of the input set
+        self._model_wide: dict[str, list[torch.Tensor] | None] = {}
         self._patience = PATIENCE
         self._by_column: dict[str, InputSet | None] = {}
         self.state = list(program.state.values()) if program is not None else list(state)
@@ -96,8 +101,12 @@ class EagerAnswers:
             example = example.as_captured(program.signature)
         self._example = example
         first, *others = [InputSet(only, example)] if only else self._made_up(model, example, few)
+        self._draws = True  # random numbers, on the example, if that is known
         between = next((inputs for inputs in others if inputs.kind == FIND_MOST[0]), None)
-        self._call_seconds = self._ask(model, first, self.state, between)
+        if known is None or not known._answers_again(first.kind):
+            self._call_seconds = self._ask(model, first, self.state, between)
+        else:
+            self._take(known)
         for inputs in others[: FEW - 1] if few else self._affordable(others):
             self._ask(model, inputs, self.state)
         self._forget_needless_calls()
@@ -107,6 +116,25 @@ class EagerAnswers:
                 why="; ".join(self.skipped)[:300],
                 fix="pass a realistic example_input",
             )
+
+    def _answers_again(self, kind: str) -> bool:
+        """Whether the model gives the same answers on the example in each call."""
+        first = self.expected[0]
+        is_same = all(
+            inputs is first.inputs and len(found) == len(first.leaves) and all(map(bit_equal, found, first.leaves))
+            for inputs, found in first.again
+        )
+        return first.inputs.kind == kind and not self._draws and bool(first.again) and is_same
+
+    def _take(self, known: EagerAnswers) -> None:
+        """The answers on the example, as they were."""
+        self.expected.append(known.expected[0])
+        self._call_seconds, self._patience, self._draws = known._call_seconds, known._patience, known._draws
+        kind = known.expected[0].inputs.kind
+        if kind in known._wide:
+            self._wide[kind] = known._wide[kind]
+        if kind in known._model_wide:
+            self._model_wide[kind] = known._model_wide[kind]
 
     def _made_up(self, model: Callable[..., Any], example: Example, few: bool) -> list[InputSet]:
         """The example, and the input sets that the model, and candidates, can be called with."""
@@ -160,14 +188,16 @@ class EagerAnswers:
         try:
             # A data-dependent loop may never end on generated values.
             with self.frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
-                call = inputs.clone()
+                call, drawn = inputs.clone(), RandomState.now()
                 given, _ = flatten((call.args, call.kwargs))
                 leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in (*given, *self.state))
+                first = time.perf_counter() - start
                 again: list[tuple[InputSet, tuple[torch.Tensor, ...]]] = []
                 for number in range(REPEATED_CALLS if is_example and not self.only else 0):
-                    if between is not None and number == REPEATED_CALLS - 1:
+                    is_last = number == REPEATED_CALLS - 1 or first > LONG_CALL
+                    if between is not None and is_last:
                         fresh = self._answered(model, between)
                         if fresh is None:
                             break
@@ -175,6 +205,10 @@ class EagerAnswers:
                     begun = time.perf_counter()
                     again.append((inputs, answers(model, inputs, leaves)))
                     seconds.append(time.perf_counter() - begun)
+                    if min(first, *seconds) > LONG_CALL:
+                        break
+                if is_example:
+                    self._draws = self._beside_others or not drawn.is_current()
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
                 raise AccuracyError(
@@ -222,7 +256,7 @@ class EagerAnswers:
         """In which a model or a candidate is called on a kind of input set."""
         if self._beside_others:
             return protected(model, written=state, among_threads=True, draws=False)
-        return _Seeded(protected(model, written=state), self.seed, kind)
+        return Seeded(protected(model, written=state), self.seed, kind)
 
     def largest_output(self, kinds: Sequence[str]) -> float:
         """The largest finite magnitude that eager returned on these input sets."""
@@ -284,7 +318,10 @@ class EagerAnswers:
         return [] if program is None else program.outputs[len(program.signature.writes) :]
 
     def wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
-        """An output in float64; None without a program that computes what the model does."""
+        """An output in float64; None where neither the program nor, without one, the model computes in it."""
+        if self.program is None:
+            found = self._of_the_model(expected)
+            return None if found is None or len(found) != len(expected.leaves) else found[position]
         wide = self._wide_values(expected)
         return None if wide is None else wide[self._outputs()[position]]
 
@@ -326,9 +363,17 @@ class EagerAnswers:
 
         Eager may use other kernels than it does while it is captured: fused attention, for one.
         """
-        with self.frozen(self._model, self.state, expected.inputs.kind), at_most(self._patience):
-            found = called_in_float64(self._model, expected.inputs.clone())
+        found = self._of_the_model(expected)
         return found is not None and _are_equal(found, [wide[node] for node in self._outputs()])
+
+    def _of_the_model(self, expected: Expected) -> list[torch.Tensor] | None:
+        """Its outputs in float64, in memory of their own; None where it does not compute in it."""
+        kind = expected.inputs.kind
+        if kind not in self._model_wide:
+            with self.frozen(self._model, self.state, kind), at_most(self._patience):
+                found = called_in_float64(self._model, expected.inputs.clone)
+            self._model_wide[kind] = None if found is None else [leaf.detach().clone() for leaf in found]
+        return self._model_wide[kind]
 
 
 def _are_equal(values: Sequence[Any], references: Sequence[Any]) -> bool:
@@ -340,22 +385,3 @@ def _are_equal(values: Sequence[Any], references: Sequence[Any]) -> bool:
 
 def _agree(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     return len(values) == len(others) and all(compare(a, b).ok for a, b in zip(values, others, strict=True))
-
-
-class _Seeded(AbstractContextManager[Any]):
-    """A context entered with the same random state each time, so that dropout draws the same.
-
-    Python's and numpy's differ from one kind of input to the next: what was drawn while tracing is not drawn again.
-    """
-
-    def __init__(self, inner: AbstractContextManager[Any], seed: int, kind: str) -> None:
-        self.inner, self.seed, self.kind = inner or nullcontext(), seed, kind
-
-    def __enter__(self) -> None:
-        self.inner.__enter__()
-        seed_torch(self.seed)
-        random.seed(f"{self.seed} {self.kind}")
-        np.random.seed(random.getrandbits(32))
-
-    def __exit__(self, *details: Any) -> bool | None:
-        return self.inner.__exit__(*details)

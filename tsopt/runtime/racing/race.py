@@ -84,7 +84,7 @@ def race(
         if settings.again:  # a race with other inputs has been before this one
             return replace(judge, is_last=True)
         # Fresh inputs: what the race measured must not be all that is right.
-        oracle = ask(seed=settings.seed + 1, few=few)
+        oracle = ask(seed=settings.seed + 1, few=few, known=judge.oracle)
         return Judge(oracle, () if few else settings.held_out, settings.criterion, is_last=True)
 
     with torch_threads(settings.threads):

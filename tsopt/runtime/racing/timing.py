@@ -23,6 +23,7 @@ PAUSE, IDLE = 25e-3, 0.2
 LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
 MIN_COLD, MAX_COLD, COLD_SECONDS = 3, 8, 0.3  # calls, calls, seconds: how long the first calls are watched
 WARM_RATIO = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
+LONG_CALL = 0.5  # seconds: whoever waits for calls that take longer notices each of them, and they need no warm caches
 SHORT, SAMPLE = 2e-3, 2.5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
 TURNS, FEW = 9, 3  # of short calls that are compared; if the slowest turn of one is faster than all turns of the others
 CLEARLY = 1.2  # times faster
@@ -64,7 +65,10 @@ def first_calls(
     """Seconds of the first calls of all, one by one: engines specialize, pack weights and allocate in them."""
     if isinstance(call, Remote):
         return call.timed("first_calls", inputs)
-    spent = seconds_of_calls(call, inputs, 1, samples=MIN_COLD, wait=wait)
+    spent = seconds_of_calls(call, inputs, 1, samples=2, wait=wait)
+    if min(spent) > LONG_CALL and spent[0] <= WARM_RATIO * spent[1]:  # it was warm from the start
+        return spent
+    spent += seconds_of_calls(call, _turned(inputs, 2), 1, samples=MIN_COLD - 2, wait=wait)
     left = COLD_SECONDS - sum(spent)
     more = min(MAX_COLD - MIN_COLD, int(left / max(spent[-1], 1e-7))) if left > 0 else 0
     if more:
@@ -216,8 +220,12 @@ def seconds_of(call: Callable[..., Any], inputs: Sequence[Example], wait: Callab
     if isinstance(call, Remote):
         return call.timed("seconds_of", inputs)[0]
     seconds, times = math.inf, 1
+    (first,) = seconds_of_calls(call, inputs, 1, wait=wait)
+    if first > LONG_CALL:
+        return first
+    others = _turned(inputs, 1)
     while True:
-        found = seconds_of_calls(call, inputs, times, min(times, 1000), wait=wait)[0] / times
+        found = seconds_of_calls(call, others, times, min(times, 1000) if times > 1 else 0, wait=wait)[0] / times
         if found > SHORT or found > seconds / 2:
             return min(found, seconds)
         # Short calls take longer by themselves than in a row, where caches and threads are warm.

@@ -18,10 +18,12 @@ import numpy as np
 
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.racing.outcomes import ending_of
-from tsopt.runtime.racing.speedup import UNDECIDED, Timing, fastest_first, speedup
-from tsopt.runtime.racing.timing import SAMPLE, Remote, once_warm, positive, rest, seconds_of_calls
+from tsopt.runtime.racing.speedup import ENOUGH, UNDECIDED, Timing, fastest_first, speedup
+from tsopt.runtime.racing.timing import LONG_CALL, SAMPLE, Remote, once_warm, positive, rest, seconds_of_calls
 
-WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
+# Untimed calls of each candidate after the first, and of those whose calls take more than LONG_CALL. TorchScript's
+# executor specializes during the first three.
+WARM_UP, WARM_UP_IF_LONG = 5, 2
 SETTLE = 10e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
 IN_A_ROW = 4  # samples of SAMPLE seconds on each turn, or as many calls as fit into their time
 LONG = 0.1  # seconds: longer calls are not preceded by an untimed one, because cold caches hardly matter to them
@@ -44,6 +46,7 @@ class _Lane:
     group: int = 1
     untimed: int = 1
     in_a_row: int = 1
+    is_long: bool = False
     error: str = ""
     ending: str = "failed"
     samples: list[float] = field(default_factory=list)
@@ -74,8 +77,8 @@ def measure(
 
     Args:
         inputs: calls to make, of one signature.
-        seconds: about how long to go on; at least MIN_ROUNDS rounds, and no more than MAX_ROUNDS unless the samples
-            scatter: what a busy second did to one candidate must not decide.
+        seconds: about how long to go on; at least MIN_ROUNDS rounds (ENOUGH where calls take long), and no more than
+            MAX_ROUNDS unless the samples scatter: what a busy second did to one candidate must not decide.
             The first of `calls` is the baseline; another that raises is out, its `Timing.error` says why.
         extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided or, beside
             other processes, which one is the fastest; as long again when it is None.
@@ -101,7 +104,8 @@ def measure(
     end = time.perf_counter() + seconds
     last = end + (seconds if extra is None else extra)
     names = list(lanes)
-    look, last_timed = MIN_ROUNDS, ""
+    fewest = ENOUGH if lanes[baseline].is_long else MIN_ROUNDS
+    look, last_timed = fewest, ""
     for number in range(MAX_BUSY_ROUNDS):
         if progress:
             progress(_standing(number, {name: lanes[name] for name in names}, end - time.perf_counter()))
@@ -116,7 +120,7 @@ def measure(
             if number and stop():  # each candidate has been timed at least once
                 return {name: lane.timing for name, lane in lanes.items()}
         rounds = number + 1
-        if rounds < MIN_ROUNDS:
+        if rounds < fewest:
             continue
         left_in = _hopeful(lanes, [name for name in names if not lanes[name].error])
         now = time.perf_counter()
@@ -210,14 +214,15 @@ def _attempt(
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
-    seconds_of_calls(lane.call, inputs[-1:], 1, wait=wait)
-    spent = seconds_of_calls(lane.call, inputs, 1, samples=WARM_UP, wait=wait)
+    (first,) = seconds_of_calls(lane.call, inputs[-1:], 1, wait=wait)
+    more = WARM_UP_IF_LONG if first > LONG_CALL else WARM_UP
+    spent = seconds_of_calls(lane.call, inputs, 1, samples=more, wait=wait)
     _portion(lane, once_warm(spent, lane.call, inputs, wait))
 
 
 def _portion(lane: _Lane, call: float) -> None:
     """How many calls make a sample, where each takes so many seconds."""
-    call = max(call, 1e-7)
+    call, lane.is_long = max(call, 1e-7), call > LONG_CALL
     lane.group = max(1, min(1000, int(SAMPLE / call)))
     lane.in_a_row = max(1, min(IN_A_ROW, int(IN_A_ROW * SAMPLE / call)))
     lane.untimed = 0 if call > LONG else max(1, min(2000, int(SETTLE / call)))
