@@ -2,8 +2,8 @@
 
 Usage: python -m bench.detectors [MODEL ...]; writes bench/results/detectors.{json,md}. Detectors of torchvision
 (`pip install --no-deps torchvision pillow`) with random weights, and a picture of 3 x 240 x 320, which they enlarge.
-They are no single graph: the parts between what depends on the detections are optimized. Where the compiled operators
-do not load, as those of wheels for CUDA beside a CPU build of torch, they are written in Python here.
+They cannot be captured as one graph: the parts between what depends on the detections are optimized. Where the
+compiled operators do not load, as those of wheels for CUDA beside a CPU build of torch, they are written in Python.
 """
 
 from __future__ import annotations

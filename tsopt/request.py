@@ -226,6 +226,8 @@ class Request:
             progress=self.progress,
             on_gradients=self.on_gradients,
         )
+        if self.progress.error is not None:  # a part that fails runs as it is, whatever it fails with
+            raise self.progress.error
         if self.dynamic is not None or len(examples) > 1:
             made.report = replace(made.report, sizes=ONE_BY_ONE)
         return made

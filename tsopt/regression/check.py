@@ -310,7 +310,8 @@ def _judged(
     then, speed, remarks = yardstick.then, slowdown.verdict(limit, drift.below, drift.above), []
     is_same = then.machine == now.machine
     if speed == UNDECIDED and slowdown.verdict(limit) != UNDECIDED:
-        remarks.append(_of_another_state(now, then, drift))
+        share = drift.below if slowdown.verdict(limit) == SLOWER else drift.above
+        remarks.append(_of_another_state(now, then, drift, share))
     if is_same and now.eager_ms and then.eager_ms:
         takes_longer = (1 + slowdown.estimate) * now.eager_ms / then.eager_ms > 1 + limit
         if speed == SLOWER and not takes_longer and not yardstick.is_same_work:
@@ -336,15 +337,14 @@ def _judged(
     return speed, remarks
 
 
-def _of_another_state(now: Baseline, then: Baseline, drift: Drift) -> str:
-    """That the machine may be why a slowdown is undecided."""
+def _of_another_state(now: Baseline, then: Baseline, drift: Drift, share: float) -> str:
+    """That the machine may be why a slowdown is undecided, by so large a fraction."""
     takes, took = (three_digits(item.meeting_us or 0.0) for item in (now, then))
     said = f"threads take {takes} us to meet, and took {took} us for the baseline"
-    if max(drift.of_eager, drift.of_faster_eager) > drift.of_meeting:
+    if share > 2 * drift.of_meeting:
         said = _calls(now, then)
-    share = f"{min(drift.below, 1.0):.0%}"
     return (
-        f"{said}: this machine is in another state than then, which may account for {share}; check again"
+        f"{said}: this machine is in another state than then, which may account for {min(share, 1.0):.0%}; check again"
         " later, or against a bundle, which is timed in the same moments"
     )
 

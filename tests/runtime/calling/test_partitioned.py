@@ -279,11 +279,12 @@ def test_the_steps_of_each_part_and_those_after_them_are_told():
     assert any(text.startswith("time: round 1") for text in after)
 
 
+@pytest.mark.parametrize("error", [LookupError("stop"), tsopt.UsageError("stop")])
 @pytest.mark.parametrize("step", ["part 1 of", r"part 1 of \d+: compile", "check partitioned"])
-def test_what_the_callers_progress_raises_is_the_callers(step):
+def test_what_the_callers_progress_raises_is_the_callers(step, error):
     def progress(text):
         if re.match(step, text):
-            raise LookupError("stop")
+            raise error
 
-    with pytest.raises(LookupError, match="stop"):
+    with pytest.raises(type(error), match="stop"):
         tsopt.optimize(Branches().eval(), X, progress=progress, **QUICK)

@@ -130,23 +130,57 @@ def test_a_capture_that_is_wrong_is_no_witness_for_itself():
     assert "no float64 reference" in verdict.reason
 
 
-@pytest.mark.parametrize(("offset", "ok"), [(0.0, True), (2e-3, False)])
-def test_without_a_program_the_model_itself_is_computed_in_float64(offset, ok):
-    """Of a model in parts, too, rounding may be amplified beyond the tolerance of a single element."""
-    verdict = Oracle(lambda x: (x * 1e4).sin(), Example((ROW,)), None, few=True).judge(
-        lambda x: (x * 100 * 100).sin() + offset
-    )
-    assert (verdict.ok, verdict.test) == (ok, "float64")
+def amplified(x):
+    return (x * 3e3).sin()
 
 
-def test_a_model_that_does_not_compute_in_float64_is_its_own_reference():
+@pytest.mark.parametrize(("offset", "ok"), [(0.0, True), (5e-3, False)])
+def test_without_a_program_the_model_shows_how_far_rounding_moves_it(offset, ok):
+    """In a model in parts, too, rounding may be amplified beyond the tolerance of a single element."""
+    verdict = Oracle(amplified, Example((ROW,)), None, few=True).judge(lambda x: (x * 30 * 100).sin() + offset)
+    assert (verdict.ok, verdict.test) == (ok, "rounding" if ok else "element")
+    assert not ok or str(verdict).startswith("as close to eager as eager is to itself")
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x, lambda x: x * 1.005])
+def test_noise_of_the_model_excuses_nothing(wrong):
+    model = lambda x: x * (1 + 0.01 * torch.randn_like(x))  # noqa: E731
+    assert not Oracle(model, Example((ROW,)), None).judge(wrong).ok
+
+
+def test_a_model_that_decides_anew_shows_nothing():
     def model(x):
-        assert x.dtype == torch.float32
-        return (x * 1e4).sin()
+        return amplified(x) + (0.0 if float(x[0, 0]) == float(ROW[0, 0]) else 0.1)
 
-    verdict = Oracle(model, Example((ROW,)), None, few=True).judge(lambda x: (x * 100 * 100).sin())
+    verdict = Oracle(model, Example((ROW,)), None, only="example").judge(lambda x: (x * 30 * 100).sin() + 0.05)
+    assert (verdict.ok, verdict.test) == (False, "element")
+
+
+def test_a_model_that_refuses_other_values_is_its_own_reference():
+    def model(x):
+        assert torch.equal(x, ROW)
+        return amplified(x)
+
+    verdict = Oracle(model, Example((ROW,)), None).judge(lambda x: (x * 30 * 100).sin())
     assert not verdict.ok
     assert "no float64 reference" in verdict.reason
+
+
+@pytest.mark.parametrize("seconds", [[0.6], [0.6, 0.6, 0.1]])
+def test_state_is_looked_for_where_calls_take_long_and_other_values_are_refused(monkeypatch, seconds):
+    calls = []
+
+    def model(x):
+        assert torch.equal(x, ROW)
+        calls.append(1)
+        return x * len(calls)
+
+    oracle = Oracle(taking(monkeypatch, model, *seconds), Example((ROW,)), None)
+    assert [inputs.kind for inputs, _ in oracle.expected[0].again][:1] == ["example"]
+    frozen = oracle.expected[0].leaves[0] / ROW
+    verdict = oracle.judge(lambda x: x * frozen)
+    assert not verdict.ok
+    assert "repeated call 2" in verdict.reason
 
 
 @pytest.mark.parametrize(("model", "asked"), [(torch.relu, 0), (lambda x: x + torch.rand_like(x), 5)])

@@ -7,7 +7,6 @@ from torch import nn
 import tsopt
 from tsopt.runtime.checking import eager_answers
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.reference64 import called_in_float64
 
 
 class Twofold(nn.Module):
@@ -81,44 +80,3 @@ def test_rounding_of_kernels_that_only_eager_has_is_told_from_another_function(m
     assert verdict.ok is is_right
     assert "float64" in (verdict.test if is_right else verdict.reason)
     assert model.scale.dtype == torch.float32
-
-
-class Convolved(nn.Module):
-    """Functions of torch that refuse operands of several types before any op is called."""
-
-    def __init__(self, then=lambda x, weight: x):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.attention = nn.Conv1d(4, 6, 3), nn.MultiheadAttention(6, 2, batch_first=True)
-        self.then = then
-
-    def forward(self, x):
-        y = self.conv(x).transpose(1, 2)
-        return self.then(self.attention(y, y, y)[0], self.conv.bias)
-
-
-@torch.no_grad()
-def test_functions_that_refuse_weights_of_another_type_compute_in_float64():
-    model, x = Convolved().eval(), torch.randn(2, 4, 16)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    (found,) = called_in_float64(model, lambda: tsopt.example(x.clone()))
-    torch.testing.assert_close(found, model.double()(x.double()), rtol=1e-12, atol=1e-12)
-    assert all(torch.equal(value, before[name].double()) for name, value in model.state_dict().items())
-
-
-def added(x, weight):
-    return x + weight.add_(x.sum())
-
-
-def put(x, weight):
-    torch.add(weight, x.sum(), out=weight)
-    return x
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("then", [added, put])
-def test_a_write_to_a_weight_beside_such_functions_is_refused(then):
-    model, x = Convolved(then).eval(), torch.randn(2, 4, 16)
-    before = model.conv.bias.clone()
-    assert called_in_float64(model, lambda: tsopt.example(x.clone())) is None
-    assert torch.equal(model.conv.bias, before)

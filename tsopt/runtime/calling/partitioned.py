@@ -57,7 +57,7 @@ KEYS = {PARTS: IN_PARTS, SCRIPT: "torchscript"}  # as options `frontend`, which 
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 
-# A graph, an example of its inputs, the seconds that may be spent, and what is told the steps.
+# A graph, an example of its inputs, the seconds that may be spent, and the callback that is told each step.
 OptimizePart = Callable[[Callable[..., Any], Example, float | None, Progress], Optimized]
 NO_GRAPHS = (
     "TorchDynamo compiles none of its code; if it has compiled many models of this class, in all of the process, "

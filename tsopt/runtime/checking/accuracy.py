@@ -272,6 +272,7 @@ class Oracle:
             size=0.0 if limit is None else self.eager.size_on_the_example(position, expected),
             reference64=lambda: self.eager.wide_output(expected, position),
             neighbours=lambda: self.eager.neighbours(expected, position),
+            moved=lambda: self.eager.moved(expected, position),
         )
         if found.ok or found.test == "type" or exact or reference.dtype in TOLERANCES:
             return found

@@ -26,6 +26,7 @@ TOLERANCES: dict[torch.dtype, tuple[float, float, float]] = {
 FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 TRUSTED = 0.05  # of the size of the output: how far eager may be from float64 for float64 to decide anything
 AMPLIFIED = 8  # times its error: how far eager may be from float64 where inputs are off by one rounding
+SHAKEN = 1e-3  # of the size of the output: further away, a neighbour has taken another decision, such as a top-k
 NOISE = 2  # neighbours: each is a call of the model, and where it is noise, one will do
 PART = 1 << 18  # elements that are compared at once
 HUGE = 2.0**480  # from here on, the sum of the squares of many numbers may be beyond float64
@@ -36,7 +37,7 @@ FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 class Comparison:
     """One tensor against its reference.
 
-    `test` is the one that decided: bits, places (of NaN and infinities), element, float64, decision, limit. It is
+    `test` is the one that decided: bits, places (of NaN and infinities), element, float64, rounding, decision or limit;
     `undecided` where eager is far from float64, and one rounding of the inputs changes its value as much.
     """
 
@@ -55,6 +56,7 @@ def compare(
     size: float = 0.0,
     reference64: Callable[[], torch.Tensor | None] | None = None,
     neighbours: Callable[[], Iterable[torch.Tensor]] = tuple,
+    moved: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> Comparison:
     """Compares two tensors.
 
@@ -66,6 +68,7 @@ def compare(
         size: for `limit`, the root mean square that the reference counts as where its own is smaller.
         reference64: gives the float64 value, when the element test has failed.
         neighbours: gives the reference for inputs that are off by one rounding, when the float64 test has failed.
+        moved: the same where there is no float64, by whoever gave the reference.
     """
     kind = _kind(result, reference)
     if kind:
@@ -103,6 +106,8 @@ def compare(
     # For a float64 output too: what comes before it may be float32, and then eager itself is off.
     truth = reference64() if reference64 is not None else None
     if truth is None:
+        if any(_is_rounding(_real(other), res, ref, scale) for other in itertools.islice(moved(), NOISE)):
+            return Comparison(True, "rounding", difference)
         missing = "" if reference64 is None else "; no float64 reference could be computed"
         return Comparison(False, "element", difference, failed + missing)
     truth = _real(truth)
@@ -165,6 +170,14 @@ def _is_as_far(other: torch.Tensor, res: torch.Tensor, ref: torch.Tensor, factor
     """Whether a neighbour of eager's value is about as far from it as the result is."""
     (rmse, worst), (other_rmse, other_worst) = _errors(res, ref), _errors(other, ref)
     return rmse <= factor * other_rmse and worst <= 10 * other_worst
+
+
+def _is_rounding(other: torch.Tensor, res: torch.Tensor, ref: torch.Tensor, scale: float) -> bool:
+    """Whether a result is as far from the reference as a neighbour of it, in which all decisions are the same."""
+    if other.shape != ref.shape:
+        return False
+    other = _finite(other)
+    return _errors(other, ref)[0] <= SHAKEN * scale and _is_as_far(other, res, ref, 2.0)
 
 
 def _said(res: torch.Tensor, ref: torch.Tensor, truth: torch.Tensor) -> str:

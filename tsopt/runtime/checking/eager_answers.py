@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -16,14 +17,14 @@ from torch import fx
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.narrow_floats import widened
-from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import RandomState
 from tsopt.errors import AccuracyError
-from tsopt.runtime.checking.compare import bit_equal, compare, size_of
+from tsopt.runtime.checking.compare import NOISE, bit_equal, compare, size_of
 from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, values_behind
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
@@ -93,7 +94,7 @@ class EagerAnswers:
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}  # by the kind of the input set
-        self._model_wide: dict[str, list[torch.Tensor] | None] = {}
+        self._moved: tuple[str, list[Sequence[torch.Tensor]]] = "", []  # the kind of the last one, and its answers
         self._patience = PATIENCE
         self._by_column: dict[str, InputSet | None] = {}
         self.state = list(program.state.values()) if program is not None else list(state)
@@ -133,8 +134,6 @@ class EagerAnswers:
         kind = known.expected[0].inputs.kind
         if kind in known._wide:
             self._wide[kind] = known._wide[kind]
-        if kind in known._model_wide:
-            self._model_wide[kind] = known._model_wide[kind]
 
     def _made_up(self, model: Callable[..., Any], example: Example, few: bool) -> list[InputSet]:
         """The example, and the input sets that the model, and candidates, can be called with."""
@@ -184,7 +183,7 @@ class EagerAnswers:
         """
         is_example = inputs.kind in ("example", self.only)
         start = time.perf_counter()
-        seconds = []
+        seconds: list[float] = []
         try:
             # A data-dependent loop may never end on generated values.
             with self.frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
@@ -196,16 +195,17 @@ class EagerAnswers:
                 first = time.perf_counter() - start
                 again: list[tuple[InputSet, tuple[torch.Tensor, ...]]] = []
                 for number in range(REPEATED_CALLS if is_example and not self.only else 0):
-                    is_last = number == REPEATED_CALLS - 1 or first > LONG_CALL
+                    is_last = number == REPEATED_CALLS - 1 or min([first, *seconds]) > LONG_CALL
                     if between is not None and is_last:
                         fresh = self._answered(model, between)
-                        if fresh is None:
+                        if fresh is not None:
+                            again.append(fresh)
+                        elif again:
                             break
-                        again.append(fresh)
                     begun = time.perf_counter()
                     again.append((inputs, answers(model, inputs, leaves)))
                     seconds.append(time.perf_counter() - begun)
-                    if min(first, *seconds) > LONG_CALL:
+                    if min([first, *seconds]) > LONG_CALL:
                         break
                 if is_example:
                     self._draws = self._beside_others or not drawn.is_current()
@@ -229,7 +229,7 @@ class EagerAnswers:
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")
         else:
             self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, tuple(again)))
-        return min(seconds, default=0.0)
+        return min(seconds, default=first)
 
     def _answered(
         self, model: Callable[..., Any], inputs: InputSet
@@ -318,10 +318,7 @@ class EagerAnswers:
         return [] if program is None else program.outputs[len(program.signature.writes) :]
 
     def wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
-        """An output in float64; None where neither the program nor, without one, the model computes in it."""
-        if self.program is None:
-            found = self._of_the_model(expected)
-            return None if found is None or len(found) != len(expected.leaves) else found[position]
+        """An output in float64; None without a program that computes what the model does."""
         wide = self._wide_values(expected)
         return None if wide is None else wide[self._outputs()[position]]
 
@@ -340,6 +337,25 @@ class EagerAnswers:
             if not isinstance(value, torch.Tensor):  # a check in the model tells even these apart
                 return
             yield value
+
+    def moved(self, expected: Expected, position: int) -> Iterator[torch.Tensor]:
+        """An output of the model itself for such inputs, where there is no program; nothing if it refuses them."""
+        kind, leaves = expected.inputs.kind, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+        if self.program is not None:
+            return
+        if self._moved[0] != kind:
+            self._moved = kind, []
+        for number, near in enumerate(itertools.islice(neighbours(leaves[0], self.seed), NOISE)):
+            if number == len(self._moved[1]):
+                asked = InputSet(kind, Example(*unflatten(leaves[1], near)))
+                try:
+                    with self.frozen(self._model, self.state, kind), at_most(self._patience):
+                        self._moved[1].append(answers(self._model, asked))
+                except Exception as error:  # the model's own refusal of an input that we made up
+                    log.debug("%s, off by one rounding: eager raises %s", kind, type(error).__name__)
+                    return
+            if len(self._moved[1][number]) == len(expected.leaves):
+                yield self._moved[1][number][position]
 
     def _wide_values(self, expected: Expected) -> dict[fx.Node, Any] | None:
         if self.program is None:
@@ -363,17 +379,9 @@ class EagerAnswers:
 
         Eager may use other kernels than it does while it is captured: fused attention, for one.
         """
-        found = self._of_the_model(expected)
+        with self.frozen(self._model, self.state, expected.inputs.kind), at_most(self._patience):
+            found = called_in_float64(self._model, expected.inputs.clone())
         return found is not None and _are_equal(found, [wide[node] for node in self._outputs()])
-
-    def _of_the_model(self, expected: Expected) -> list[torch.Tensor] | None:
-        """Its outputs in float64, in memory of their own; None where it does not compute in it."""
-        kind = expected.inputs.kind
-        if kind not in self._model_wide:
-            with self.frozen(self._model, self.state, kind), at_most(self._patience):
-                found = called_in_float64(self._model, expected.inputs.clone)
-            self._model_wide[kind] = None if found is None else [leaf.detach().clone() for leaf in found]
-        return self._model_wide[kind]
 
 
 def _are_equal(values: Sequence[Any], references: Sequence[Any]) -> bool:

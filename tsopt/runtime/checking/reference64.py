@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tsopt.compiler.calls.effects import outcome_of
@@ -62,44 +60,18 @@ class Reference64:
             values[node] = target(*map(_widen_dtype, args), **{k: _widen_dtype(v) for k, v in kwargs.items()})
 
 
-def called_in_float64(model: Callable[..., Any], call: Callable[[], Example]) -> list[torch.Tensor] | None:
+def called_in_float64(model: Callable[..., Any], call: Example) -> list[torch.Tensor] | None:
     """The outputs of the model where each op computes in float64; None where that is not what it can do.
 
-    The weights stay as they are, because other threads may be calling the model: each op widens what it is given. A
-    function that refuses types that differ, as convolutions do, is given widened ones in a second attempt; in the
-    first, TorchDynamo compiles what it would without.
-
-    Args:
-        call: makes a call of the model, with memory of its own.
+    The weights stay as they are, because other threads may be calling the model: each op widens what it is given.
     """
-    said: list[str] = []
-    for are_widened in (False, True):
-        wide, made = _Wide(), call()
-        try:
-            with torch.no_grad(), wide, _WideOperands(wide) if are_widened else nullcontext():
-                leaves, _, _ = outcome_of(model, *_wide((made.args, dict(made.kwargs))))
-        except Exception as error:  # the model's own code, with dtypes that it was not written for
-            said.append(f"{type(error).__name__}: {error}")
-            if isinstance(error, TimeoutError):
-                break
-        else:
-            return list(leaves)
-    log.debug("the model does not compute in float64: %s", "; ".join(said))
-    return None
-
-
-class _WideOperands(TorchFunctionMode):
-    """Functions of torch get float64 for what is narrower, where they are given both. Only copies are widened."""
-
-    def __init__(self, wide: _Wide) -> None:
-        super().__init__()
-        self._mode = wide
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
-        if any(map(_is_narrow, given)) and any(leaf.dtype == torch.float64 for leaf in given):
-            args, kwargs = tree_map(self._mode.copied, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    try:
+        with torch.no_grad(), _Wide():
+            leaves, _, _ = outcome_of(model, *_wide((call.args, dict(call.kwargs))))
+    except Exception as error:  # the model's own code, with dtypes that it was not written for
+        log.debug("the model does not compute in float64: %s: %s", type(error).__name__, error)
+        return None
+    return list(leaves)
 
 
 class _Wide(WatchingMode):
@@ -124,14 +96,6 @@ class _Wide(WatchingMode):
         if not written and any(_is_narrow(leaf) or self._is_copy(leaf) for leaf in tree_leaves(viewed)):
             self._copies += [weakref.ref(leaf) for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
         return found
-
-    def copied(self, value: Any) -> Any:
-        """A copy in float64 of what is narrower, to be read only; anything else as it is."""
-        if not _is_narrow(value):
-            return value
-        copy = _widen(value)
-        self._copies.append(weakref.ref(copy))
-        return copy
 
     def _is_copy(self, value: Any) -> bool:
         """Whether a write would reach a copy of the model's memory only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INACCURATE = "not accurate enough"
-ORDER = ("bits", "element", "float64", "decision", "limit")  # from the strictest test to the weakest
+ORDER = ("bits", "element", "float64", "rounding", "decision", "limit")  # from the strictest test to the weakest
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class Verdict:
     """The verdict on all outputs for all input sets.
 
     max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
-    test: the weakest test that was needed: bits < element < float64 < decision < limit.
+    test: the weakest test that was needed: bits < element < float64 < rounding < decision < limit.
     inputs: the input sets compared; `skipped`: those that were not, and why.
     notes: differences on NaN and infinities that do not decide.
     """
@@ -40,6 +40,7 @@ class Verdict:
             "bits": "bit-equal",
             "element": "equal within rounding",
             "float64": "as close to float64 as eager",
+            "rounding": "as close to eager as eager is to itself with inputs that are off by one rounding",
             "decision": "equal except for ties within rounding",
             "limit": "as close to eager as its precision allows",
         }[self.test]

@@ -30,7 +30,7 @@ AT_ONCE = 2  # candidates that are kept, however tight memory is, and however la
 USED_UP = "the budget was used up"
 # Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more,
 # and of a large model few are kept. A machine that is shared is almost twice as slow in some moments, so that calls are
-# made in LOOKS more of them, unless one is more than ALMOST_TWICE too slow; in one, where they take seconds.
+# made in LOOKS more of them, unless one is more than ALMOST_TWICE too slow.
 HOPELESS, HOPELESS_IF_LONG, LONG = 2.5, 1.3, 20e-3
 LOOKS, ALMOST_TWICE = 2, 1.9
 
@@ -204,13 +204,9 @@ class _Preparation:
         decides = self.best > LONG or self.maker.is_heavy
         return entry.call_seconds > times * self.best * (HOPELESS_IF_LONG if decides else HOPELESS)
 
-    @property
-    def _looks(self) -> int:
-        return min(LOOKS, 1) if self.best > LONG_CALL else LOOKS
-
     def _look_again(self, group: Sequence[_Entry]) -> None:
         """More calls of those that would not be checked, in other moments."""
-        for _ in range(self._looks):
+        for _ in range(LOOKS):
             for entry in group:
                 if self._is_hopeless(entry) and not self._is_hopeless(entry, ALMOST_TWICE):
                     entry.call_seconds = min(entry.call_seconds, self._estimate(entry))
@@ -226,7 +222,7 @@ class _Preparation:
             return
         self.maker.limit(self.clock)
         known, seconds = best.call_seconds, dict.fromkeys((best, *near), math.inf)
-        for _ in range(self._looks):
+        for _ in range(1 if self.best > LONG_CALL else LOOKS):
             seconds = {entry: min(found, self._estimate(entry)) for entry, found in seconds.items()}
         if best.contender is not None and seconds[best] > 0:
             for entry, found in seconds.items():
