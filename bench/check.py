@@ -147,6 +147,7 @@ def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
         f"- slower by {SEEDED:.0%}: a loop follows each call, of as many turns as make calls so much longer; that was "
         "measured before the checks",
         "- ONNX Runtime alone beside eager; the limit is 5 %; each check is compared with one baseline of its model",
+        *(f"- {name}: the run was ended early" for name, row in rows.items() if len(row["same"]) < SAME),
     ]
 
 
