@@ -8,8 +8,10 @@ compiled operators do not load, as those of wheels for CUDA beside a CPU build o
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def one(name: str) -> dict[str, Any]:
         "lines": len(told),
         "longest_silence": float(np.diff([0.0, *told, seconds]).max()),
         "winner": fast.report.winner,
-        "frontend": fast.report.frontend,
+        "frontend": fast.report.frontend.partition(":")[0],
         "rows": [[row.name, row.status, row.reason] for row in fast.report.rows],
         "difference": max(differences),
         "times": times,
@@ -86,16 +88,16 @@ def define_operators() -> None:
         return
     except OSError:
         print("torchvision's compiled operators do not load: they are written in Python")
-    for schema, function in ((NMS, nms), (ROI_ALIGN, roi_align)):
+    for schema, function in ((NMS, nms), (f"q{NMS}", nms), (ROI_ALIGN, roi_align)):
         name = f"torchvision::{schema.partition('(')[0]}"
         torch.library.define(name, schema[schema.index("(") :])
         torch.library.impl(name, "CPU", function)
-    from torchvision import extension, ops
-
+    import_module("torchvision.ops")
     torch.library.register_fake("torchvision::roi_align", fake_roi_align)
-    for module in (extension, ops.boxes, ops.roi_align):
+    for name, module in list(sys.modules.items()):
         for check in ("_has_ops", "_assert_has_ops"):
-            setattr(module, check, lambda: True)
+            if name.startswith("torchvision.") and hasattr(module, check):
+                setattr(module, check, lambda: True)
 
 
 def nms(boxes: torch.Tensor, scores: torch.Tensor, limit: float) -> torch.Tensor:
