@@ -192,16 +192,6 @@ def test_the_further_eager_is_from_what_it_was_the_more_may_be_due_to_the_machin
     assert tsopt.check(model, X, baseline, **OPTIONS).verdict == verdict
 
 
-@pytest.mark.parametrize(("eager", "verdict"), [(8.5, "undecided"), (10.0, "slower"), (11.5, "slower")])
-def test_on_several_threads_a_machine_with_less_to_do_helps_eager_more_than_an_engine(
-    model, baseline, paces, eager, verdict
-):
-    paces(now=0.5 * 1.08 * eager, eager=eager)
-    found = tsopt.check(model, X, baseline, **OPTIONS)
-    assert found.verdict == verdict
-    assert any("may account for 5%" in remark for remark in found.remarks) == (verdict == "undecided")
-
-
 def test_multiply_accumulates_that_eager_has_gained_too_are_a_regression(baseline, paces):
     paces(now=7.5, eager=15.0)
     found = tsopt.check(Net(layers=3).eval(), X, baseline, **OPTIONS)

@@ -1,15 +1,16 @@
-"""What eager does in a call, by which a check tells whether it is the same eager."""
+"""What eager does in a call, and what its time says about the machine."""
 
 from __future__ import annotations
 
 import cProfile
 import sys
 
+import pytest
 import torch
 from torch import nn
 
 import tsopt
-from tests.regression.models import Net, X
+from tests.regression.models import OPTIONS, Net, X
 from tsopt.regression.yardstick import EagerWork
 
 
@@ -70,3 +71,13 @@ def test_beside_another_profiler_functions_are_not_counted():
 
 def test_beside_a_bundle_only_macs_are_needed():
     assert EagerWork.of(Net().eval(), tsopt.example(X), [], only_macs=True) == EagerWork(32)
+
+
+@pytest.mark.parametrize(("eager", "verdict"), [(8.5, "undecided"), (10.0, "slower"), (11.5, "slower")])
+def test_on_several_threads_a_machine_with_less_to_do_helps_eager_more_than_an_engine(
+    model, baseline, paces, eager, verdict
+):
+    paces(now=0.5 * 1.08 * eager, eager=eager)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert found.verdict == verdict
+    assert any("may account for 5%" in remark for remark in found.remarks) == (verdict == "undecided")

@@ -256,6 +256,11 @@ def test_data_that_is_no_sequence_is_read_from_the_front(data):
     assert max(numbers_of(read(data).calls)) < 129
 
 
+def test_a_length_that_raises_is_told():
+    """Also where it is a bug of the dataset, which then is not sampled evenly."""
+    assert "its length is not known: TypeError('streamed')" in read(Unsized()).read
+
+
 def test_a_loader_that_shuffles_is_read_as_it_is():
     found = read(DataLoader(ROWS, batch_size=8, sampler=SHUFFLED))
     SHUFFLED.generator.manual_seed(0)

@@ -225,7 +225,7 @@ def test_a_model_whose_calls_take_long_is_asked_less(monkeypatch, seconds, kinds
     [
         ([0.1], ["example", "drawn-1", "example"]),
         ([0.6], ["drawn-1", "example"]),
-        # A slow first call alone says nothing of the others.
+        # Only the first call is slow, as it often is.
         ([0.6, 0.6, 0.1], ["drawn-1", "example", "drawn-1", "example"]),  # the very first call looks for refusals
     ],
 )

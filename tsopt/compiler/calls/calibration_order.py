@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from tsopt.compiler.calls.calibration_kept import LEAST
 
-log = logging.getLogger("tsopt")
 T = TypeVar("T")
 Measure = Callable[[Any], tuple[float, int]]  # how many calls an item holds, a fraction for a part of one; how many do
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill the range from 0 to 1 evenly, and never fall into a period
@@ -93,12 +91,12 @@ def in_turn(data: Any, measure: Measure, end: float, notes: list[str]) -> Iterat
     """
     if _keeps_order(data):
         return _Batches(data, notes).read(measure, end)
-    if (length := _length_of(data)) is not None:
+    if (length := _length_of(data, notes)) is not None:
         return _by_number(data, length, measure, end, notes)
     return (Item((number,), item) for number, item in enumerate(data))
 
 
-def _length_of(data: Any) -> int | None:
+def _length_of(data: Any, notes: list[str]) -> int | None:
     """That of data that is read by numbers.
 
     Not of what has an iterator of its own beside `__getitem__`: that may take keys. `__getitems__` takes numbers, as
@@ -113,7 +111,7 @@ def _length_of(data: Any) -> int | None:
     try:
         return len(data)
     except (TypeError, NotImplementedError) as error:  # torch's convention for datasets without a length
-        log.info("calibration data is read from its beginning, because %s has no length: %r", cls.__name__, error)
+        notes.append(f"the data is read from its beginning, because its length is not known: {error!r}"[:200])
         return None
 
 

@@ -228,7 +228,7 @@ class Signature:
         return next((condition for condition in self.conditions if not condition.holds_at(sizes)), None)
 
     def admits(self, dim: Dim, size: int) -> bool:
-        """Whether a size is in the range of a Dim and satisfies all conditions on that Dim alone."""
+        """Whether a size lies within the range of a Dim and meets every condition that involves no other Dim."""
         own = (condition for condition in self.conditions if condition.dims == (dim.name,))
         return dim.admits(size) and all(condition.holds(size) for condition in own)
 

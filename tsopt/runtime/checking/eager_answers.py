@@ -339,7 +339,7 @@ class EagerAnswers:
             yield value
 
     def moved(self, expected: Expected, position: int) -> Iterator[torch.Tensor]:
-        """An output of the model itself for such inputs, where there is no program; nothing if it refuses them."""
+        """The model's own output for such inputs: nothing if there is a program, or if the model rejects them."""
         kind, leaves = expected.inputs.kind, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
         if self.program is not None:
             return
