@@ -67,7 +67,8 @@ def main() -> None:
 def _measured_here() -> dict[str, Any]:
     """What an earlier run has measured on this machine, by model."""
     found = json.loads((RESULTS / "check.json").read_text())
-    return found["models"] if found["environment"] == environment().to_json() else {}
+    here = json.loads(json.dumps(environment().to_json()))  # as JSON has it: lists for tuples
+    return found["models"] if found["environment"] == here else {}
 
 
 def measured(name: str) -> None:

@@ -11,7 +11,7 @@ import tsopt
 from tests.regression.models import OPTIONS, Net, X
 from tests.runtime.racing.helpers import fast_timings
 from tsopt.regression import sessions
-from tsopt.regression.machine_state import Meeting
+from tsopt.regression.machine_state import FixedLayers, Meeting
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import EAGER
 
@@ -26,6 +26,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         scatter: times that little, for what is called `now`.
         error: what `now` fails with.
         meeting: microseconds that threads take to meet.
+        layers: milliseconds of fixed layers, if they are known.
         disturbed: how many of 20 calls of `now` take twice as long in each second session.
 
     Returns:
@@ -40,6 +41,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         scatter: float = 1.0,
         error: str = "",
         meeting: float | None = 12.0,
+        layers: float | None = None,
         disturbed: int = 0,
     ):
         timed: list[list[str]] = []
@@ -59,6 +61,8 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         monkeypatch.setattr(sessions, "rest", lambda: None)
         monkeypatch.setattr(Meeting, "__init__", lambda self: None)
         monkeypatch.setattr(Meeting, "microseconds", lambda self: meeting)
+        monkeypatch.setattr(FixedLayers, "__init__", lambda self: None)
+        monkeypatch.setattr(FixedLayers, "milliseconds", lambda self: layers)
         # A collection takes longer than all else here. The module itself stays as it is: `optimize` uses it too.
         monkeypatch.setattr(sessions, "gc", SimpleNamespace(collect=lambda: 0))
         return timed

@@ -82,6 +82,8 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
         ({"score": float("inf")}, "'score' is not a number"),
         ({"score": 10**400}, "'score' is not a number"),
         ({"winner": 3}, "'winner' is not a text"),
+        ({"over_layers": [1.0]}, "'over_layers' is not a list of as many numbers as there are speed-ups"),
+        ({"over_layers": 1.0}, "'over_layers' is not a list"),
         ({"tsopt_baseline": 1}, "'tsopt_baseline' is not 2"),
     ],
 )

@@ -1,9 +1,9 @@
-"""How long threads take to meet."""
+"""How long threads take to meet, and fixed layers."""
 
 from __future__ import annotations
 
 from tsopt.regression import machine_state
-from tsopt.regression.machine_state import Meeting
+from tsopt.regression.machine_state import FixedLayers, Meeting
 
 
 def test_it_is_a_time_of_several_threads(torch_threads):
@@ -26,3 +26,25 @@ def test_without_onnx_runtime_it_is_not_known(torch_threads, monkeypatch):
 
     monkeypatch.setattr(machine_state, "compile", missing)
     assert Meeting().microseconds() is None
+
+
+def test_fixed_layers_take_a_while(torch_threads, monkeypatch):
+    torch_threads(2)
+    monkeypatch.setattr(machine_state, "SECONDS", 0.0)
+    layers = FixedLayers()
+    for _ in range(2):
+        found = layers.milliseconds()
+        assert found is not None
+        assert found > 0
+
+
+def test_fixed_layers_are_a_yardstick_of_several_threads_in_onnx_runtime(torch_threads, monkeypatch):
+    torch_threads(1)
+    assert FixedLayers().milliseconds() is None
+
+    def missing(*_):
+        raise machine_state.TsoptError("onnxruntime is not installed")
+
+    torch_threads(2)
+    monkeypatch.setattr(machine_state, "compile", missing)
+    assert FixedLayers().milliseconds() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 
 import tsopt
 from tests.regression.models import OPTIONS, Net, X
+from tests.runtime.racing.helpers import fast_timings
+from tsopt.regression.baseline import read_baseline
+from tsopt.regression.machine_state import FixedLayers
 from tsopt.regression.yardstick import EagerWork
 
 
@@ -73,11 +77,49 @@ def test_beside_a_bundle_only_macs_are_needed():
     assert EagerWork.of(Net().eval(), tsopt.example(X), [], only_macs=True) == EagerWork(32)
 
 
-@pytest.mark.parametrize(("eager", "verdict"), [(8.5, "undecided"), (10.0, "slower"), (11.5, "slower")])
-def test_on_several_threads_a_machine_with_less_to_do_helps_eager_more_than_an_engine(
-    model, baseline, paces, eager, verdict
+@pytest.mark.parametrize(
+    ("now", "eager", "layers", "verdict"),
+    [
+        (5.5, 10.0, 1.0, "slower"),
+        (5.75, 11.0, 1.0, "slower"),  # other processes disturb eager, which hides a part of it
+        (5.5, 11.5, 1.0, "undecided"),
+        (5.0, 9.0, 1.0, "undecided"),  # they did for the baseline
+        (5.5, 11.0, 1.1, "ok"),  # the machine takes longer for everything
+        (4.5, 9.0, 0.9, "ok"),
+        (5.0, 9.0, None, "slower"),  # eager is the only yardstick then
+    ],
+)
+def test_layers_that_are_always_the_same_are_a_second_yardstick(
+    model, paces, monkeypatch, tmp_path, now, eager, layers, verdict
 ):
-    paces(now=0.5 * 1.08 * eager, eager=eager)
-    found = tsopt.check(model, X, baseline, **OPTIONS)
-    assert found.verdict == verdict
-    assert any("may account for 5%" in remark for remark in found.remarks) == (verdict == "undecided")
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0, layers=1.0)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    assert len(read_baseline(tmp_path / "b.json").over_layers) == len(read_baseline(tmp_path / "b.json").speedups)
+    paces(now=now, eager=eager, layers=layers)
+    assert tsopt.check(model, X, tmp_path / "b.json", **OPTIONS).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"machine": "another"}, {"versions": "torch 2.9.0"}, {"macs": 33}, {"over_layers": (2.0,) * 10}],  # a short call
+)
+def test_they_are_none_on_another_machine_with_other_versions_for_another_model_or_for_short_calls(
+    model, paces, monkeypatch, tmp_path, change
+):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0, layers=1.0)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    then = replace(read_baseline(tmp_path / "b.json"), **change)
+    paces(now=5.0, layers=0.5)  # by which a call would be 1.4 times slower
+    found = tsopt.check(model, X, then, **OPTIONS)
+    assert found.slowdown.estimate == pytest.approx(0.0, abs=1e-3)
+
+
+def test_where_their_time_is_not_known_in_a_session_it_is_in_none(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0, layers=1.0)
+    times = iter([1.0, None])
+    monkeypatch.setattr(FixedLayers, "milliseconds", lambda self: next(times))
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    assert read_baseline(tmp_path / "b.json").over_layers == ()

@@ -42,6 +42,8 @@ class Baseline:
             unknown.
         machine: CPU, cores and threads; empty if unknown.
         versions: of the packages.
+        over_layers: how many times as fast as layers that are the same for all models it was, in each session; empty if
+            unknown.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Baseline:
     score: float | None = None
     machine: str = ""
     versions: str = ""
+    over_layers: tuple[float, ...] = ()
 
     def save(self, path: str | Path) -> Path:
         """Writes the baseline as JSON; the file, or what a link there leads to, is complete or not written at all.
@@ -148,11 +151,14 @@ def line(text: str) -> str:
 def _of_baseline(data: Mapping[str, Any]) -> Baseline:
     if data.get("tsopt_baseline") != FORMAT:
         raise ValueError(f"'tsopt_baseline' is not {FORMAT}")
-    speedups = data.get("speedups")
+    speedups, over_layers = data.get("speedups"), data.get("over_layers", [])
     if not isinstance(speedups, list) or not 1 <= len(speedups) <= MOST_SESSIONS:
         raise ValueError(f"'speedups' is not a list of 1 to {MOST_SESSIONS} numbers")
+    if not isinstance(over_layers, list) or len(over_layers) not in (0, len(speedups)):
+        raise ValueError("'over_layers' is not a list of as many numbers as there are speed-ups")
     return Baseline(
         speedups=tuple(_positive(value, "speedups") for value in speedups),
+        over_layers=tuple(_positive(value, "over_layers") for value in over_layers),
         eager_ms=None if data.get("eager_ms") is None else _positive(data["eager_ms"], "eager_ms"),
         meeting_us=None if data.get("meeting_us") is None else _positive(data["meeting_us"], "meeting_us"),
         macs=_count(data, "macs", "multiply-accumulates"),

@@ -33,7 +33,7 @@ from tsopt.regression.baseline import (
 from tsopt.regression.outcome import Check
 from tsopt.regression.score import NAMELESS, Score, metric_for, state_of
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
-from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired, uncertainty
+from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, paired, uncertainty
 from tsopt.regression.yardstick import Drift, EagerWork, Yardstick
 from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.bundles.members import MANIFEST
@@ -136,6 +136,7 @@ def check(
         model=_name(model, fast),
         winner=_title(fast),
         speedups=tuple(sessions.speedups),
+        over_layers=tuple(sessions.over_layers),
         inputs=_inputs(example),
         eager_ms=median(sessions.eager_ms),
         meeting_us=median(sessions.meetings) if sessions.meetings else None,
@@ -207,9 +208,8 @@ def _run(
         tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
         sessions.add()
         if yardstick is not None:
-            slowdown = between(yardstick.then.speedups, sessions.speedups)
-            eager, meeting = median(sessions.eager_ms), median(sessions.meetings) if sessions.meetings else None
-            drift = yardstick.drift(eager, meeting, eager / median(sessions.speedups))
+            slowdown = yardstick.slowdown(sessions.speedups, sessions.over_layers)
+            drift = yardstick.drift(sessions)
         elif not update:
             slowdown = paired(sessions.ratios)
     return slowdown, drift
@@ -299,7 +299,7 @@ def _is_enough(
     if update:
         is_precise = count >= FEWEST_OF_A_BASELINE and uncertainty(sessions.speedups) <= PRECISE * max_slowdown
         return is_precise or count >= MOST_OF_A_BASELINE
-    verdict = UNDECIDED if slowdown is None else slowdown.verdict(max_slowdown, drift.below, drift.above)
+    verdict = UNDECIDED if slowdown is None else slowdown.verdict(max_slowdown, drift.share)
     return count >= MOST or (count >= FEWEST and verdict != UNDECIDED)
 
 
@@ -307,13 +307,13 @@ def _judged(
     now: Baseline, yardstick: Yardstick, slowdown: Slowdown, limit: float, drift: Drift
 ) -> tuple[str, list[str]]:
     """The verdict on the speed by a yardstick, and what a reader should know of the yardstick."""
-    then, speed, remarks = yardstick.then, slowdown.verdict(limit, drift.below, drift.above), []
+    then, speed, remarks = yardstick.then, slowdown.verdict(limit, drift.share), []
     is_same = then.machine == now.machine
     if speed == UNDECIDED and slowdown.verdict(limit) != UNDECIDED:
-        share = drift.below if slowdown.verdict(limit) == SLOWER else drift.above
-        remarks.append(_of_another_state(now, then, drift, share))
+        remarks.append(_of_another_state(now, then, drift))
     if is_same and now.eager_ms and then.eager_ms:
-        takes_longer = (1 + slowdown.estimate) * now.eager_ms / then.eager_ms > 1 + limit
+        took, takes = then.eager_ms / median(then.speedups), now.eager_ms / median(now.speedups)
+        takes_longer = takes > (1 + limit) * took
         if speed == SLOWER and not takes_longer and not yardstick.is_same_work:
             speed = UNDECIDED
             remarks.append(f"{_calls(now, then)}: eager may have become faster, and not the optimized model slower")
@@ -337,15 +337,15 @@ def _judged(
     return speed, remarks
 
 
-def _of_another_state(now: Baseline, then: Baseline, drift: Drift, share: float) -> str:
+def _of_another_state(now: Baseline, then: Baseline, drift: Drift) -> str:
     """That the machine may be why a slowdown is undecided, by so large a fraction."""
     takes, took = (three_digits(item.meeting_us or 0.0) for item in (now, then))
     said = f"threads take {takes} us to meet, and took {took} us for the baseline"
-    if share > 2 * drift.of_meeting:
+    if drift.of_eager > drift.of_meeting:
         said = _calls(now, then)
     return (
-        f"{said}: this machine is in another state than then, which may account for {min(share, 1.0):.0%}; check again"
-        " later, or against a bundle, which is timed in the same moments"
+        f"{said}: this machine is in another state than then, which may account for {min(drift.share, 1.0):.0%}; check "
+        "again later, or against a bundle, which is timed in the same moments"
     )
 
 

@@ -1,12 +1,14 @@
-"""The state of a machine: how long its threads take to meet.
+"""The state of a machine: how long its threads take to meet, and how long layers take that are always the same.
 
 On virtual machines two threads can take twice as long to meet for minutes at a time. An engine whose threads meet after
-each layer is slower then, and eager, which computes small layers with one thread, is not: nothing about a model.
+each layer is slower then, and eager, which computes small layers with one thread, is not: nothing about a model. Other
+processes disturb eager more than an engine, or less: the time of fixed layers is a second yardstick.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,6 +21,9 @@ from tsopt.runtime.backends.backend import compile
 LAYERS, WIDTH = 4, 256  # so small that threads mostly wait for each other
 SAMPLES, CALLS = 60, 50
 UNDISTURBED = 10  # percentile: another process may have a core for half of the time
+# Of fixed layers: convolutions of 3x3 pixels in ONNX Runtime, and a product of two square matrices in torch.
+CHANNELS, PIXELS, CONVOLUTIONS, SIDE = 64, 28, 4, 384
+SECONDS, FEWEST_CALLS, QUICKEST = 0.25, 6, 5  # for each; the percentile is that of a session
 
 
 class Meeting:
@@ -50,3 +55,45 @@ class Meeting:
                 self._call(self._x)
             spent.append((time.perf_counter() - start) / CALLS * 1e6)
         return float(np.percentile(spent, UNDISTURBED))
+
+
+class FixedLayers:
+    """Layers that are the same for all models. Their time is that of the machine."""
+
+    def __init__(self) -> None:
+        weight, self._x = torch.eye(CHANNELS, device="cpu"), torch.ones(1, CHANNELS, PIXELS, PIXELS, device="cpu")
+        weight = weight[:, :, None, None].expand(-1, -1, 3, 3).contiguous() / 9
+        self._matrix = torch.eye(SIDE, device="cpu")
+
+        def layers(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(CONVOLUTIONS):
+                x = F.conv2d(x, weight, padding=1).relu()
+            return x
+
+        self._program = capture(layers, self._x) if torch.get_num_threads() > 1 else None
+
+    def milliseconds(self) -> float | None:
+        """Of a call now, the geometric mean of both; None if there is a single thread, or no ONNX Runtime.
+
+        The engine is opened anew: sessions of it differ.
+        """
+        if self._program is None:
+            return None
+        try:
+            convolutions = compile(self._program, "onnxruntime")
+        except TsoptError:
+            return None
+        with torch.inference_mode():
+            both = (_quickest(lambda: convolutions(self._x)), _quickest(lambda: self._matrix @ self._matrix))
+        return float(np.sqrt(np.prod(both)) * 1e3)
+
+
+def _quickest(call: Callable[[], object]) -> float:
+    """Seconds of an undisturbed call."""
+    spent: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(spent) < FEWEST_CALLS or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start)
+    return float(np.percentile(spent, QUICKEST))

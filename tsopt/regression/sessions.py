@@ -15,7 +15,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.protect import protected
 from tsopt.errors import BackendError
-from tsopt.regression.machine_state import Meeting
+from tsopt.regression.machine_state import FixedLayers, Meeting
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.optimized import Optimized
@@ -43,6 +43,7 @@ class Sessions:
 
     Attributes:
         speedups: of what is checked, over eager.
+        over_layers: how many times as fast as fixed layers it is; empty if their time is not known.
         before: of the baseline's bundle, over eager; empty without one.
         ratios: how many times as long calls take as in that bundle.
         eager_ms: milliseconds of an undisturbed call in eager mode.
@@ -66,11 +67,13 @@ class Sessions:
     ) -> None:
         self._model, self._example, self._fast, self._bundle, self._seed = model, example, fast, bundle, seed
         self.speedups: list[float] = []
+        self.over_layers: list[float] = []
         self.before: list[float] = []
         self.ratios: list[float] = []
         self.eager_ms: list[float] = []
         self.meetings: list[float] = []
-        self._meeting = None if is_on_gpu(example) else Meeting()
+        on_gpu = is_on_gpu(example)
+        self._meeting, self._layers = None if on_gpu else Meeting(), None if on_gpu else FixedLayers()
         self.longest = 0.0
 
     def __len__(self) -> int:
@@ -97,6 +100,12 @@ class Sessions:
         meeting = None if self._meeting is None else self._meeting.microseconds()
         if meeting is not None:
             self.meetings.append(meeting)
+        layers = None if self._layers is None else self._layers.milliseconds()
+        if layers is None:  # nor are they a yardstick for the other sessions
+            self._layers = None
+            self.over_layers.clear()
+        else:
+            self.over_layers.append(layers / now)
         gc.collect()  # engines are in cycles, each with a copy of the weights
         give_back_memory()
         self.longest = max(self.longest, time.monotonic() - start)

@@ -36,16 +36,15 @@ class Slowdown:
     low: float
     high: float
 
-    def verdict(self, limit: float, below: float = 0.0, above: float = 0.0) -> str:
+    def verdict(self, limit: float, drift: float = 0.0) -> str:
         """`slower` beyond the limit and beyond noise, `ok` if the interval lies within the limit, or `undecided`.
 
         Args:
-            below, above: fractions by which it may be less or more, because something else than what is compared has
-                moved it.
+            drift: by what fraction something else than what is compared may have moved it.
         """
-        if self.estimate > limit and self.low - below > CERTAIN_SHARE * limit:
+        if self.estimate > limit and self.low - drift > CERTAIN_SHARE * limit:
             return SLOWER
-        return OK if self.high + above <= limit else UNDECIDED
+        return OK if self.high + drift <= limit else UNDECIDED
 
     def __str__(self) -> str:
         if self.high > FAR:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -16,16 +17,16 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.watching_mode import WatchingMode
 from tsopt.regression.baseline import Baseline
 from tsopt.regression.machine_state import LAYERS
+from tsopt.regression.sessions import Sessions
+from tsopt.regression.slowdown import Slowdown, between
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 
 # How far a speed-up may move when eager takes a multiple of the time that it took: this, times the square of the
 # logarithm of the multiple. Where calls take twice as long, engines and eager no longer wait for the same things.
 PER_SQUARE = 0.35
-# On several threads, eager gains more than an engine where nothing else takes one of the cores: its threads meet after
-# each op. So when eager takes less time than it did, a speed-up may have fallen by this, times the logarithm. (In two
-# runs of bench.check, it was 0.29 and 0.34 for ResNet-18, and less than 0.11 for an MLP in one thread.)
-PER_LOG_IF_FASTER = 0.3
+# Of the distance between the two yardsticks: how far their mean may be off.
+OF_DISTANCE = 0.25
 CALLS, LONG = 3, 1.0  # of the model that is looked at, the shortest counts: others fill caches; one, of so many seconds
 SAME = 0.02  # of the functions, by which calls of the same code differ
 
@@ -72,23 +73,16 @@ class Drift:
     """By what fraction the state of the machine may have moved a speed-up.
 
     Attributes:
-        of_eager: as eager takes longer, or less, than for the baseline.
+        of_eager: as eager takes longer, or less, than for the baseline, and other layers do not.
         of_meeting: as threads do to meet.
-        of_faster_eager: of a speed-up that fell, instead of `of_eager`.
     """
 
     of_eager: float = 0.0
     of_meeting: float = 0.0
-    of_faster_eager: float = 0.0
 
     @property
-    def below(self) -> float:
-        """By how much a slowdown may be less than it seems."""
-        return max(self.of_eager, self.of_faster_eager) + self.of_meeting
-
-    @property
-    def above(self) -> float:
-        """By how much it may be more."""
+    def share(self) -> float:
+        """All of it."""
         return self.of_eager + self.of_meeting
 
 
@@ -106,25 +100,48 @@ class Yardstick:
     work: EagerWork
     is_single: bool = False
 
-    def drift(self, eager_ms: float, meeting_us: float | None, call_ms: float) -> Drift:
+    def slowdown(self, speedups: Sequence[float], over_layers: Sequence[float]) -> Slowdown:
+        """By the speed-ups over eager; on the same machine, by their mean with those over fixed layers.
+
+        What else runs on a machine may slow eager down by 15 %, and an engine by a third of that, or the other way
+        round. The two yardsticks are seldom off by as much, and in the same direction.
+        """
+        if not self._is_beside_layers(over_layers):
+            return between(self.then.speedups, speedups)
+        return between(
+            list(map(geometric_mean, zip(self.then.speedups, self.then.over_layers, strict=True))),
+            list(map(geometric_mean, zip(speedups, over_layers, strict=True))),
+        )
+
+    def _is_beside_layers(self, over_layers: Sequence[float]) -> bool:
+        """Whether fixed layers are a yardstick.
+
+        Their time is that of the machine, the versions and several threads. Shorter calls do little of what they do.
+        """
+        then = self.then
+        is_same = then.machine == self.machine and then.versions == self.versions and then.macs == self.work.macs
+        is_long = bool(then.over_layers and over_layers) and median(then.over_layers) < 1
+        return is_same and is_long and not self.is_single
+
+    def drift(self, sessions: Sessions) -> Drift:
         """By how much the state of the machine may have moved the speed-up; by nothing on another machine.
 
         Of an engine, each op may be where its threads meet.
-
-        Args:
-            eager_ms, meeting_us: as in a baseline, of now.
-            call_ms: milliseconds of a call of the engine.
         """
-        then, of_eager, of_meeting, of_faster_eager = self.then, 0.0, 0.0, 0.0
+        then, of_eager, of_meeting = self.then, 0.0, 0.0
         if then.machine != self.machine:
             return Drift()
+        eager_ms, meeting_us = median(sessions.eager_ms), median(sessions.meetings) if sessions.meetings else None
+        call_ms = eager_ms / median(sessions.speedups)
         if then.eager_ms and then.macs in (None, self.work.macs):
-            times = math.log(eager_ms / then.eager_ms)
-            of_eager = PER_SQUARE * times**2
-            of_faster_eager = 0.0 if self.is_single else PER_LOG_IF_FASTER * max(-times, 0.0)
+            of_eager = PER_SQUARE * math.log(eager_ms / then.eager_ms) ** 2
+        if self._is_beside_layers(sessions.over_layers):
+            both = ((then.speedups, sessions.speedups), (then.over_layers, sessions.over_layers))
+            by_eager, by_layers = (math.log(median(before) / median(now)) for before, now in both)
+            of_eager += OF_DISTANCE * abs(by_eager - by_layers)
         if then.meeting_us and meeting_us and not self.is_single:
             of_meeting = abs(meeting_us - then.meeting_us) / LAYERS * (self.work.ops or 0) / (1e3 * call_ms)
-        return Drift(of_eager, of_meeting, of_faster_eager)
+        return Drift(of_eager, of_meeting)
 
     @property
     def is_same_work(self) -> bool:
