@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -29,6 +30,28 @@ def test_in_a_log_each_stage_is_a_line_with_the_time():
         "net: passes (0 s)",
         "net: compile (0 s)",
         "net: check (0 s)",
+    ]
+
+
+def test_in_a_log_a_step_of_a_stage_that_takes_long_is_a_line_too(monkeypatch):
+    clock, file = SimpleNamespace(now=0.0), io.StringIO()
+    monkeypatch.setattr("tsopt.runtime.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    with shown("net", Console(file=file)) as tell:
+        for clock.now, text in (
+            (0.0, "part 1 of 3"),
+            (6.0, "part 1 of 3: compile ONNX Runtime (1 of 6)"),
+            (14.0, "part 2 of 3: capture"),
+            (23.0, "part 2 of 3: check ONNX Runtime (1 of 6)"),
+            (25.0, "check partitioned"),
+            (34.0, "part 3 of 3: capture"),
+            (36.0, "part 3 of 3: compile ONNX Runtime (1 of 6)"),
+        ):
+            tell(text)
+    assert file.getvalue().splitlines() == [
+        "net: parts (0.0 s)",
+        "net: part 2 of 3: capture (14.0 s)",
+        "net: check (25.0 s)",
+        "net: part 3 of 3: compile ONNX Runtime (1 of 6) (36.0 s)",
     ]
 
 

@@ -17,6 +17,7 @@ from tsopt.runtime.stages import Stages, stage_of, step_of
 from tsopt.runtime.untrusted_text import printable
 
 ROWS = 12  # stages that are shown; a sweep has more
+SILENCE = 10.0  # seconds without a line: then the next step gets one, even if its stage has one
 REFRESH = 4  # times a second: candidates are timed meanwhile
 
 
@@ -88,12 +89,16 @@ def _stage_lines(title: str, start: float, console: Console) -> Callable[[str], 
     if console.is_jupyter:  # lines need no widgets, and no display
         console = Console(file=console.file, force_jupyter=False, highlight=False)
     begun: set[str] = set()  # candidates are compiled and checked in turn: each stage is said once
+    said = start
 
     def show(text: str) -> None:
-        stage = stage_of(text)
-        if stage not in begun:
-            begun.add(stage)
-            line = f"{title}: {printable(stage)} ({time.perf_counter() - start:.1f} s)"
-            console.print(line, markup=False, soft_wrap=True)
+        nonlocal said
+        stage, now = stage_of(text), time.perf_counter()
+        if stage in begun and now - said < SILENCE:
+            return
+        doing = text if stage in begun else stage
+        begun.add(stage)
+        said = now
+        console.print(f"{title}: {printable(doing)} ({now - start:.1f} s)", markup=False, soft_wrap=True)
 
     return show
