@@ -301,3 +301,13 @@ def test_complex_neighbours():
     near = torch.complex(far(4e-3), torch.zeros(2000))
     assert not compare(mine, eager, reference64=lambda: truth).ok
     assert compare(mine, eager, reference64=lambda: truth, neighbours=lambda: [near]).ok
+
+
+@pytest.mark.parametrize(("steps", "ok"), [(0, True), (4, False)])
+def test_a_neighbour_with_elements_far_away_excuses_none(steps, ok):
+    """All of them together are little, as a few pixels are that one rounding moves to the next level."""
+    reference = torch.rand(300_000, generator=torch.Generator().manual_seed(0)) + 1
+    near, result = reference * (1 + 3e-4), reference * (1 - 3e-4)
+    near[:steps] += 0.25
+    found = compare(result, reference, moved=lambda: [near])
+    assert (found.ok, found.test) == (ok, "rounding" if ok else "element")

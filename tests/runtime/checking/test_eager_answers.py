@@ -142,6 +142,13 @@ def test_without_a_program_the_model_shows_how_far_rounding_moves_it(offset, ok)
     assert not ok or str(verdict).startswith("as close to eager as eager is to itself")
 
 
+def test_the_rounding_of_an_input_is_not_that_of_a_model_that_computes_in_a_finer_dtype():
+    """Moved by one rounding of float16, the inputs would excuse a candidate that computes in it."""
+    x = torch.rand(256, 9).half()
+    verdict = Oracle(lambda x: x.float().mean(-1), Example((x,)), None).judge(lambda x: x.mean(-1).float())
+    assert (verdict.ok, verdict.test) == (False, "element")
+
+
 @pytest.mark.parametrize("wrong", [lambda x: x, lambda x: x * 1.005])
 def test_noise_of_the_model_excuses_nothing(wrong):
     model = lambda x: x * (1 + 0.01 * torch.randn_like(x))  # noqa: E731
@@ -181,6 +188,22 @@ def test_state_is_looked_for_where_calls_take_long_and_other_values_are_refused(
     verdict = oracle.judge(lambda x: x * frozen)
     assert not verdict.ok
     assert "repeated call 2" in verdict.reason
+
+
+def test_what_a_model_writes_before_it_refuses_other_values_is_not_held_against_a_candidate(monkeypatch):
+    class Counts(nn.Module):
+        def __init__(self, refuses):
+            super().__init__()
+            self.count, self.refuses = 0, refuses
+
+        def forward(self, x):
+            self.count += 1
+            assert not self.refuses or torch.equal(x, ROW)
+            return x * self.count
+
+    monkeypatch.setattr(eager_answers, "LONG_CALL", 0.0)
+    oracle = Oracle(Counts(refuses=True), Example((ROW,)), None)
+    assert oracle.judge(Counts(refuses=False)).ok
 
 
 @pytest.mark.parametrize(("model", "asked"), [(torch.relu, 0), (lambda x: x + torch.rand_like(x), 5)])

@@ -39,8 +39,10 @@ def test_first_calls_are_not_watched_for_long(clock):
     assert clock.now - start == pytest.approx(1e-6 * timing.MAX_COLD)
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [((10.0,), 2), ((14.0, 10.0), 3), ((12.0, 10.0), 2)])
-def test_of_calls_that_take_long_two_do_if_the_first_was_warm(clock, seconds, calls):
+@pytest.mark.parametrize(
+    ("seconds", "calls"), [((10.0,), 2), ((14.0, 10.0), 3), ((12.0, 10.0), 2), ((10.0, 14.0, 10.0), 3)]
+)
+def test_of_calls_that_take_long_two_do_if_both_were_warm(clock, seconds, calls):
     assert len(first_calls(in_turn(clock, *seconds), INPUTS)) == calls
 
 

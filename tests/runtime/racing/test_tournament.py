@@ -147,6 +147,20 @@ def test_of_calls_that_take_long_there_are_as_many_as_an_interval_needs(clock):
     assert speedup(timing, Timing((1200.0,) * ENOUGH)).verdict == "faster"
 
 
+def test_a_short_call_is_warmed_up_even_if_its_first_one_took_long(clock):
+    calls = itertools.chain([0.6], itertools.repeat(1e-3))
+    log: list = []
+
+    def call(*args, **kwargs):
+        log.append(args)
+        clock.now += next(calls)
+
+    measure({"a": call}, INPUTS, seconds=1e-9)
+    assert sum(clock.now < 0.6 for _ in log) == 0
+    warm = tournament.WARM_UP
+    assert [args[0] for args in log[: 1 + warm]] == [2, *(n % 3 for n in range(tournament.WARM_UP_IF_LONG)), *range(3)]
+
+
 def test_the_time_given_is_about_the_time_taken(clock):
     measure({"a": clock.taking(10e-3)}, INPUTS, seconds=0.5)
     assert 0.4 < clock.now < 0.7

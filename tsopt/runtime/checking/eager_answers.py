@@ -182,7 +182,7 @@ class EagerAnswers:
             between: a call before the last repeated one: what it leaves in the model, the model may remember.
         """
         is_example = inputs.kind in ("example", self.only)
-        start = time.perf_counter()
+        start, is_refused = time.perf_counter(), False
         seconds: list[float] = []
         try:
             # A data-dependent loop may never end on generated values.
@@ -198,10 +198,10 @@ class EagerAnswers:
                     is_last = number == REPEATED_CALLS - 1 or min([first, *seconds]) > LONG_CALL
                     if between is not None and is_last:
                         fresh = self._answered(model, between)
-                        if fresh is not None:
-                            again.append(fresh)
-                        elif again:
+                        if fresh is None:  # nobody knows what it has written before it failed
+                            is_refused = not again
                             break
+                        again.append(fresh)
                     begun = time.perf_counter()
                     again.append((inputs, answers(model, inputs, leaves)))
                     seconds.append(time.perf_counter() - begun)
@@ -221,6 +221,8 @@ class EagerAnswers:
                 return self._ask(model, other, state)
             self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
             return 0.0
+        if is_refused:
+            return self._ask(model, inputs, state)
         if is_example:
             self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
         floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
@@ -345,7 +347,10 @@ class EagerAnswers:
             return
         if self._moved[0] != kind:
             self._moved = kind, []
-        for number, near in enumerate(itertools.islice(neighbours(leaves[0], self.seed), NOISE)):
+        # The model may compute in a finer dtype than that of an input, which it rounds in then.
+        floats = [leaf for leaf in (*leaves[0], *expected.leaves) if leaf.is_floating_point()]
+        step = min((torch.finfo(leaf.dtype).eps for leaf in floats), default=0.0)
+        for number, near in enumerate(itertools.islice(neighbours(leaves[0], self.seed, step), NOISE)):
             if number == len(self._moved[1]):
                 asked = InputSet(kind, Example(*unflatten(leaves[1], near)))
                 try:

@@ -222,8 +222,10 @@ class _Preparation:
             return
         self.maker.limit(self.clock)
         known, seconds = best.call_seconds, dict.fromkeys((best, *near), math.inf)
-        for _ in range(1 if self.best > LONG_CALL else LOOKS):
-            seconds = {entry: min(found, self._estimate(entry)) for entry, found in seconds.items()}
+        for number in range(LOOKS):
+            for entry, found in seconds.items():
+                is_needed = number == 0 or self.best <= LONG_CALL or found > HOPELESS_IF_LONG * seconds[best]
+                seconds[entry] = min(found, self._estimate(entry)) if is_needed else found
         if best.contender is not None and seconds[best] > 0:
             for entry, found in seconds.items():
                 entry.call_seconds = known * found / seconds[best]

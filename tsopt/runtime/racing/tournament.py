@@ -217,6 +217,8 @@ def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -
     (first,) = seconds_of_calls(lane.call, inputs[-1:], 1, wait=wait)
     more = WARM_UP_IF_LONG if first > LONG_CALL else WARM_UP
     spent = seconds_of_calls(lane.call, inputs, 1, samples=more, wait=wait)
+    if more < WARM_UP and min(spent) <= LONG_CALL:  # only the first one took long
+        spent += seconds_of_calls(lane.call, inputs, 1, samples=WARM_UP - more, wait=wait)
     _portion(lane, once_warm(spent, lane.call, inputs, wait))
 
 
