@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import tsopt
-from bench.int8 import UNSEEN, away, drawn_like
+from bench.int8 import NAMES, UNSEEN, away, drawn_like
 from bench.models import MODELS
 from bench.process import Rows, measure_each
 from tsopt.runtime.racing.environment import Environment
@@ -24,7 +24,6 @@ from tsopt.runtime.racing.tournament import measure
 
 RESULTS = Path(__file__).parent / "results"
 SESSIONS, SECONDS = 5, 6.0  # of timing, in each
-NAMES = ("resnet18", "mobilenet_v2", "efficientnet_b0", "vit_b16", "bert_base", "gpt2", "llama_160m_token", "mlp")
 PRECISIONS = ("auto", "bf16", "int8")
 
 

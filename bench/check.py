@@ -26,7 +26,7 @@ import torch
 import tsopt
 from bench.choice import busy
 from bench.models import MODELS
-from bench.process import in_own_process
+from bench.process import in_own_process, measured_here
 from tsopt.compiler.calls.example import Example, as_example
 from tsopt.regression import sessions
 from tsopt.runtime.racing.environment import environment
@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--idle", action="store_true")
     asked = parser.parse_args()
     names = asked.models or NAMES
-    rows: dict[str, Any] = {name: row for name, row in _measured_here().items() if name not in names}
+    rows: dict[str, Any] = {
+        name: row for name, row in measured_here(RESULTS / "check.json").items() if name not in names
+    }
     with tempfile.TemporaryDirectory() as place, contextlib.nullcontext() if asked.idle else busy():
         for name in names:
             os.environ[PLACE] = str(Path(place) / f"{name}.json")
@@ -62,13 +64,6 @@ def main() -> None:
                 (RESULTS / "check.json").write_text(json.dumps(out, indent=1) + "\n")
                 (RESULTS / "check.md").write_text("\n".join(page(rows, not asked.idle)) + "\n")
             print(*line(name, rows[name]), sep="\n", flush=True)
-
-
-def _measured_here() -> dict[str, Any]:
-    """What an earlier run has measured on this machine, by model."""
-    found = json.loads((RESULTS / "check.json").read_text())
-    here = json.loads(json.dumps(environment().to_json()))  # as JSON has it: lists for tuples
-    return found["models"] if found["environment"] == here else {}
 
 
 def measured(name: str) -> None:

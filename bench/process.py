@@ -43,7 +43,7 @@ def measure_each(
     """Measures the models that the command line names, or all that are known, each in a process of its own.
 
     Writes the numbers to `place` and a page of them beside it, after each model: a run takes long. Numbers of models
-    that are known and not measured now stay.
+    that are known and not measured now stay, if they were measured on the same machine with the same packages.
 
     Args:
         function: `module:function` of a model's name.
@@ -52,7 +52,7 @@ def measure_each(
         at_once: processes; more than one where nothing is timed.
     """
     names = sys.argv[1:]
-    rows: Rows = json.loads(place.read_text())["models"] if names and place.exists() else {}
+    rows = measured_here(place) if names else {}
     with ThreadPoolExecutor(at_once) as pool:
         waiting = {pool.submit(in_own_process, function, name): name for name in names or known}
         for done in as_completed(waiting):
@@ -63,6 +63,14 @@ def measure_each(
             place.parent.mkdir(exist_ok=True)
             place.write_text(json.dumps({"environment": env.to_json(), "models": found}, indent=1) + "\n")
             place.with_suffix(".md").write_text("\n".join([f"On {env}.", "", *page(env, found), ""]))
+
+
+def measured_here(place: Path) -> Rows:
+    """What an earlier run has measured on this machine with these packages, by model; nothing if it was another one."""
+    if not place.exists():
+        return {}
+    found, here = json.loads(place.read_text()), json.loads(json.dumps(environment().to_json()))  # lists for tuples
+    return found["models"] if found["environment"] == here else {}
 
 
 def keep_memory() -> bool:

@@ -77,7 +77,7 @@ def test_sessions_end_when_it_is_decided(model, baseline, paces):
     assert len(timed) == sessions.FEWEST
 
 
-@pytest.mark.parametrize(("scatter", "count"), [(1.0, 10), (8.0, 30)])
+@pytest.mark.parametrize(("scatter", "count"), [(1.0, 20), (8.0, 40)])
 def test_a_baseline_has_more_sessions_where_they_scatter(model, paces, monkeypatch, tmp_path, scatter, count):
     fast_timings(monkeypatch, wins="TorchScript")
     timed = paces(now=5.0, scatter=scatter)
@@ -326,7 +326,7 @@ def test_it_can_be_read_in_a_terminal_in_a_pull_request_and_by_programs(model, b
     assert str(found) == found.text
     assert found.text.startswith("Net: slower\n")
     row = next(line for line in found.markdown.splitlines() if line.startswith("| speed-up"))
-    assert "2.00x, TorchScript, 10 sessions" in row
+    assert "2.00x, TorchScript, 20 sessions" in row
     assert row.endswith("| 5.0% slower | slower |")
     assert "| million MACs | 3.2e-05 | 3.2e-05 | +0.0% | +5.0% | ok |" in found.markdown
     data = json.loads(json.dumps(found.to_json()))

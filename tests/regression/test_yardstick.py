@@ -85,6 +85,9 @@ def test_beside_a_bundle_only_macs_are_needed():
         (5.5, 11.5, 1.0, "undecided"),
         (5.0, 9.0, 1.0, "undecided"),  # they did for the baseline
         (5.5, 11.0, 1.1, "ok"),  # the machine takes longer for everything
+        (7.5, 15.0, 1.0, "undecided"),  # for eager, and for what it waits for, but not for the layers
+        (4.0, 9.0, 0.5, "undecided"),  # it is faster for the layers alone
+        (5.5, 10.0, 1.5, "undecided"),  # the layers would hide it
         (4.5, 9.0, 0.9, "ok"),
         (5.0, 9.0, None, "slower"),  # eager is the only yardstick then
     ],
@@ -101,17 +104,17 @@ def test_layers_that_are_always_the_same_are_a_second_yardstick(
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"machine": "another"}, {"versions": "torch 2.9.0"}, {"macs": 33}, {"over_layers": (2.0,) * 10}],  # a short call
+    ("change", "layers"),
+    [({"machine": "another"}, 1.0), ({"versions": "torch 2.9.0"}, 1.0), ({"macs": 33}, 1.0), ({}, 20.0)],
 )
 def test_they_are_none_on_another_machine_with_other_versions_for_another_model_or_for_short_calls(
-    model, paces, monkeypatch, tmp_path, change
+    model, paces, monkeypatch, tmp_path, change, layers
 ):
     fast_timings(monkeypatch, wins="TorchScript")
-    paces(now=5.0, layers=1.0)
+    paces(now=5.0, layers=layers)
     tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
     then = replace(read_baseline(tmp_path / "b.json"), **change)
-    paces(now=5.0, layers=0.5)  # by which a call would be 1.4 times slower
+    paces(now=5.0, layers=layers / 2)  # by which a call would be 1.4 times slower
     found = tsopt.check(model, X, then, **OPTIONS)
     assert found.slowdown.estimate == pytest.approx(0.0, abs=1e-3)
 
@@ -123,3 +126,17 @@ def test_where_their_time_is_not_known_in_a_session_it_is_in_none(model, paces, 
     monkeypatch.setattr(FixedLayers, "milliseconds", lambda self: next(times))
     tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
     assert read_baseline(tmp_path / "b.json").over_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("eager", "layers", "verdict"),
+    [(8.0, 1.0, "undecided"), (12.5, 1.0, "undecided"), (8.0, 20.0, "slower"), (10.0, 1.0, "slower")],
+)
+def test_an_eager_mode_that_others_disturb_says_less_where_it_is_the_only_yardstick(
+    model, baseline, paces, eager, layers, verdict
+):
+    """A baseline of an earlier version has no layers. Of calls that are shorter than these, eager says enough."""
+    paces(now=1.08 * 0.5 * eager, eager=eager, layers=layers)
+    then = read_baseline(baseline)
+    assert then.over_layers == ()
+    assert tsopt.check(model, X, then, **OPTIONS).verdict == verdict

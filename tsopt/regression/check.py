@@ -46,7 +46,7 @@ from tsopt.runtime.rendering import three_digits
 from tsopt.runtime.thread_count import check_threads, torch_threads
 
 # Sessions of a baseline, with which later ones are compared many times: more while they scatter, up to so many.
-FEWEST_OF_A_BASELINE, MOST_OF_A_BASELINE = 10, 30
+FEWEST_OF_A_BASELINE, MOST_OF_A_BASELINE = 20, 40
 PRECISE = 0.25  # of the limit: how far the mean of a baseline may be off
 MAX_DROP = 0.005
 FOR_A_CANDIDATE = {"seed", "threads"}  # the options of `optimize` that have a meaning beside `candidate`

@@ -25,8 +25,12 @@ from tsopt.runtime.profiling.work import macs_of_call
 # How far a speed-up may move when eager takes a multiple of the time that it took: this, times the square of the
 # logarithm of the multiple. Where calls take twice as long, engines and eager no longer wait for the same things.
 PER_SQUARE = 0.35
-# Of the distance between the two yardsticks: how far their mean may be off.
-OF_DISTANCE = 0.25
+# On several threads, other processes disturb eager more than an engine, or less. Where eager is the only yardstick,
+# this, times the logarithm. (In two runs of bench.check it was 0.29 and 0.34 for ResNet-18, in a third one 0.65.)
+PER_LOG = 0.3
+# How far the mean of two yardsticks may be off: this, times the square of their distance, but no more than half of it,
+# where one of them is right and the other one tells nothing.
+PER_SQUARED_DISTANCE = 2.0
 CALLS, LONG = 3, 1.0  # of the model that is looked at, the shortest counts: others fill caches; one, of so many seconds
 SAME = 0.02  # of the functions, by which calls of the same code differ
 
@@ -119,9 +123,13 @@ class Yardstick:
         Their time is that of the machine, the versions and several threads. Shorter calls do little of what they do.
         """
         then = self.then
-        is_same = then.machine == self.machine and then.versions == self.versions and then.macs == self.work.macs
-        is_long = bool(then.over_layers and over_layers) and median(then.over_layers) < 1
-        return is_same and is_long and not self.is_single
+        is_same = then.versions == self.versions and then.macs == self.work.macs
+        is_same_machine = then.machine == self.machine
+        return is_same_machine and is_same and bool(then.over_layers) and self._are_like_layers(over_layers)
+
+    def _are_like_layers(self, over_layers: Sequence[float]) -> bool:
+        """Whether calls take as long as these layers, on several threads as well."""
+        return bool(over_layers) and median(over_layers) < 1 and not self.is_single
 
     def drift(self, sessions: Sessions) -> Drift:
         """By how much the state of the machine may have moved the speed-up; by nothing on another machine.
@@ -133,12 +141,17 @@ class Yardstick:
             return Drift()
         eager_ms, meeting_us = median(sessions.eager_ms), median(sessions.meetings) if sessions.meetings else None
         call_ms = eager_ms / median(sessions.speedups)
+        is_beside_layers = self._is_beside_layers(sessions.over_layers)
         if then.eager_ms and then.macs in (None, self.work.macs):
-            of_eager = PER_SQUARE * math.log(eager_ms / then.eager_ms) ** 2
-        if self._is_beside_layers(sessions.over_layers):
+            times = math.log(eager_ms / then.eager_ms)
+            of_eager = PER_SQUARE * times**2
+            if self._are_like_layers(sessions.over_layers) and not is_beside_layers:
+                of_eager = max(of_eager, PER_LOG * abs(times))
+        if is_beside_layers:
             both = ((then.speedups, sessions.speedups), (then.over_layers, sessions.over_layers))
             by_eager, by_layers = (math.log(median(before) / median(now)) for before, now in both)
-            of_eager += OF_DISTANCE * abs(by_eager - by_layers)
+            apart = abs(by_eager - by_layers)
+            of_eager += min(apart / 2, PER_SQUARED_DISTANCE * apart**2)
         if then.meeting_us and meeting_us and not self.is_single:
             of_meeting = abs(meeting_us - then.meeting_us) / LAYERS * (self.work.ops or 0) / (1e3 * call_ms)
         return Drift(of_eager, of_meeting)
