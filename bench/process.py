@@ -66,7 +66,7 @@ def measure_each(
 
 
 def measured_here(place: Path) -> Rows:
-    """What an earlier run has measured on this machine with these packages, by model; nothing if it was another one."""
+    """What an earlier run has measured on this machine with these packages, by model; empty if either differs."""
     if not place.exists():
         return {}
     found, here = json.loads(place.read_text()), json.loads(json.dumps(environment().to_json()))  # lists for tuples

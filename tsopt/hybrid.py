@@ -16,7 +16,9 @@ from tsopt.compiler.calls.snapshot import slot_names
 from tsopt.compiler.model_reads import HOOKS
 from tsopt.errors import UsageError
 from tsopt.hybrid_state import Compiled
+from tsopt.originals import behind, class_of_model, compiled_of, original_of
 from tsopt.pipelines import model_in, with_model
+from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.report import Report
 
@@ -38,9 +40,10 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     A module is returned as an object of the same class that shares everything with the original: attributes,
     parameters, hooks, `state_dict`, `train`, `to`. The compiled form is valid for the current state of the model: its
     weights, modules, hooks and flags, and the attributes and globals that its code reads. A change to any of them is
-    detected at the next call, and the model is compiled again; audits find what cannot be detected this way (see
-    `audit` of `optimize`). The model runs in eager, with one warning, in training mode, when gradients are required
-    (call it under `torch.no_grad()`), under another default dtype, and if it cannot be captured.
+    detected at the next call, and the model is compiled again, unless it has returned to one of its last two states;
+    audits find what cannot be detected this way (see `audit` of `optimize`). The model runs in eager, with one warning,
+    in training mode, when gradients are required (call it under `torch.no_grad()`), under another default dtype, and if
+    it cannot be captured.
 
     A pipeline of transformers is returned as a pipeline whose model is a hybrid.
 
@@ -52,7 +55,7 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
         options: options of `optimize`; here `seconds` defaults to 2, and `warmup` to 1.
 
     Raises:
-        UsageError: the model is neither a module nor a function, or it is TorchScript.
+        UsageError: the model is neither a module nor a function, or it is TorchScript, or what `optimize` has returned.
     """
     if model is None:
         return functools.partial(hybridize, active=active, background=background, **options)
@@ -62,6 +65,8 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     original = original_of(model)
     if not active:
         return original
+    if isinstance(original, DropIn):
+        raise UsageError("an optimized model cannot be hybridized", fix="pass the original model")
     if isinstance(original, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         kind = "ScriptModule" if isinstance(original, nn.Module) else "ScriptFunction"
         raise UsageError(f"a {kind} cannot be hybridized", fix="use tsopt.optimize(model, example_input)")
@@ -84,7 +89,7 @@ def wait(model: Any, seconds: float | None = None) -> bool:
     Raises:
         UsageError: the model is not a hybrid, or one of its options is invalid.
     """
-    compiled = compiled_of(model)
+    compiled: Compiled | None = compiled_of(model)
     if compiled is None:
         raise UsageError(f"a {type(model).__name__} is not a hybrid", fix="tsopt.hybridize(model, background=True)")
     return compiled.fast.wait(seconds) if isinstance(compiled.fast, InBackground) else True
@@ -98,7 +103,7 @@ def report(model: Any) -> Report | HybridReport:
     Raises:
         UsageError: the model is neither.
     """
-    compiled = compiled_of(model)
+    compiled: Compiled | None = compiled_of(model)
     if compiled is not None:
         return compiled.report()
     found = getattr(model, "report", None)
@@ -110,60 +115,20 @@ def report(model: Any) -> Report | HybridReport:
     )
 
 
-def original_of(model: Any) -> Any:
-    """The original model of a hybrid; the model itself if it is not a hybrid."""
-    compiled = compiled_of(model)
-    return _plain(model) if compiled is None else compiled.model
-
-
-def compiled_of(model: Any) -> Compiled | None:
-    """The state behind a hybrid, or behind the model of a pipeline; None for anything else."""
-    inside = model_in(model)
-    model = model if inside is None else inside
-    if isinstance(model, nn.Module):
-        return _behind(model)
-    found = getattr(model, "_tsopt_compiled", None)  # which `functools.wraps` copies to what is around a hybrid
-    return found if isinstance(found, Compiled) and getattr(model, "__wrapped__", None) is found.model else None
-
-
-def _behind(module: Any) -> Compiled | None:
-    """The state behind a hybrid; None for any other object of its class, which `type(hybrid)(...)` makes as well."""
-    found = getattr(type(module), "_tsopt_compiled", None)
-    return found if isinstance(found, Compiled) and module.__dict__ is found.model.__dict__ else None
-
-
-def _plain(model: Any) -> Any:
-    """Another object of a hybrid's class as one of the model's, which shares its attributes; all else is itself."""
-    cls = type(model)
-    if "_tsopt_compiled" not in vars(cls):
-        return model
-    made: Any = object.__new__(_class_of_model(cls))
-    made.__dict__ = model.__dict__
-    for name in slot_names(type(made)):
-        if hasattr(model, name):
-            object.__setattr__(made, name, getattr(model, name))
-    return made
-
-
-def _class_of_model(cls: type) -> type:
-    """The class that a hybrid's class was made of; any other is itself."""
-    return cls.__bases__[-1] if "_tsopt_compiled" in vars(cls) else cls
-
-
 def _told_class(module: Any) -> type:
     """The class of the model. Code that replaces `forward` or puts a property on a class asks for it."""
-    compiled = _behind(module)
-    return _class_of_model(type(module)) if compiled is None else type(compiled.model)
+    compiled = behind(module)
+    return class_of_model(type(module)) if compiled is None else type(compiled.model)
 
 
 def _give_class(module: Any, cls: type) -> None:
     """Gives the model another class, as parametrizations do, and with it the hybrid."""
-    compiled = _behind(module)
+    compiled = behind(module)
     if compiled is None:
         CLASS.__set__(module, cls)
         return
     model: Any = compiled.model
-    model.__class__ = _class_of_model(cls)
+    model.__class__ = class_of_model(cls)
     CLASS.__set__(module, _class(model, compiled))
 
 
@@ -191,14 +156,14 @@ class _Hybrid(_AsModel):
         return compiled(args, kwargs, compiled.model)
 
     def __copy__(self) -> Any:
-        compiled = _behind(self)
+        compiled = behind(self)
         if compiled is None:
             own = getattr(super(), "__copy__", None)
             return _copied(self) if own is None else own()
         return hybridize(copy.copy(compiled.model), background=compiled.background, **compiled.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        compiled = _behind(self)
+        compiled = behind(self)
         if compiled is None:
             own = getattr(super(), "__deepcopy__", None)
             return _copied(self, memo) if own is None else own(memo)
@@ -206,7 +171,7 @@ class _Hybrid(_AsModel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the original model: a compiled form belongs to its process."""
-        compiled = _behind(self)
+        compiled = behind(self)
         if compiled is not None:
             return original_of, (compiled.model,)
         found: Any = super().__reduce_ex__(protocol)
@@ -214,7 +179,7 @@ class _Hybrid(_AsModel):
             return found
         make, arguments, *state = found
         cls = type(self)  # which nobody can import
-        return _called, tuple(_class_of_model(cls) if item is cls else item for item in (make, *arguments)), *state
+        return _called, tuple(class_of_model(cls) if item is cls else item for item in (make, *arguments)), *state
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import modules_of, protected, training_of
 from tsopt.compiler.turns import Turn
 from tsopt.errors import CaptureError, NotReady, TsoptError, UsageError
+from tsopt.hybrid_counts import Counts
 from tsopt.runtime import forks
 from tsopt.runtime.calling.ambient import untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
@@ -31,11 +32,11 @@ from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
+from tsopt.runtime.calling.put_aside import Form, PutAside
 from tsopt.runtime.calling.refused import Pauses, Refused
-from tsopt.runtime.calling.served import ELSEWHERE, NOT_FASTER, HybridReport, Told
+from tsopt.runtime.calling.served import DIFFERED, ELSEWHERE, KEEPS_CHANGING, NOT_FASTER, RENUMBERED
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn, stand_in
-from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 # Defaults: the first call blocks the caller, changes of the weights are detected here, and who calls a hybrid may be a
@@ -43,40 +44,29 @@ log = logging.getLogger("tsopt")
 OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
 CHANGES = 3  # times, of each kind, that a compiled form may be given up; but for threads, it is eager's then
 FILLS = 256  # of dicts in calls of the model itself, for each of which the compiled form is compared with it
-CHANGED = "its weights, hooks, attributes or globals change between calls"
-DIFFERED = "audits find again and again that what was compiled differs from it"
-RENUMBERED = "torch's number of threads changes between calls"
 
 
-class Compiled:
+class Compiled(Counts):
     """The compiled form of a model, for as long as the model does not change.
 
     Attributes:
-        fast: the result of `optimize`; None before the first call and while eager runs.
         why_eager: why eager runs for good.
     """
 
     def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
-        self.model, self.background, self.options = model, background, OPTIONS | options
+        super().__init__(model)
+        self.background, self.options = background, OPTIONS | options
         if "calibration" in options:  # the model may be optimized more than once
             self.options["calibration"] = readable_again(options["calibration"])
             if background:
                 read_ahead(self.options["calibration"])
-        self.fast: Optimized | Partitioned | InBackground | None = None
         self.why_eager = ""
         self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
         self._own = EagerCalls(model, follows_threads=self.options.get("threads") is None)
         self._reason = self._own.reason  # asked on every call
-        self._refused, self._pauses, self._changes, self._fills = Refused(), Pauses(), Counter[str](), 0
-        self._calls, self._seconds = 0, 0.0
-        self._stepped_back, self._size = "", 0  # why no compiled form is used although there is one; for which inputs
-        self._unseen, self._paused_for = 0, ""  # calls that the model serves before the next look; what for
-        self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
-        self._in_eager: Counter[str] = Counter()
-        told = Told(model)
-        self._warn, self._say, self._say_once = told.warn, told.eager, told.once
-        self._turn, self._optimizes = Turn(), False
+        self._refused, self._changes, self._fills, self._size = Refused(), Counter[str](), 0, 0
+        self._turn, self._optimizes, self._aside = Turn(), False, PutAside()
         forks.tell(self)
 
     @untraced
@@ -145,6 +135,7 @@ class Compiled:
         if not reason or "error" in (self.options.get("on_new_signature"), self.options.get("on_gradients")):
             return False
         self._stepped_back, self._size = reason, max(1, size_of(example.args, example.kwargs))
+        self._aside = PutAside()  # nobody asks any more which state the model is in
         self._audits = Audits(0)
         self._audits.left = -1  # each call that is not left to the model unseen is looked at
         return True
@@ -177,11 +168,39 @@ class Compiled:
         known = self.report()
         self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
         self._of_before = self._calls, self._in_eager.total()
-        self.fast, self._watch, self._unseen = None, None, 0
+        self.fast, self._watch, self._unseen, self._aside = None, None, 0, PutAside()
         if change:
             self._changes[change] += 1
         if self._stepped_back:
             self._stepped_back, self._audits = "", Audits(0)
+
+    def _put_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gives the compiled form up for as long as the model is in another state; one for this state is used again."""
+        fast, watch, aside, known = self.fast, self._watch, self._aside, self._aside.take()
+        if isinstance(fast, Optimized | Partitioned) and isinstance(watch, Watch):
+            aside.put(Form(fast, watch, self._audits, self._own.settings))
+        self._drop(KEEPS_CHANGING)
+        self._aside = aside
+        self._take_back(known, args, kwargs)
+
+    def _take_back(self, form: Form | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Uses a form again, if there is one for the state that the model has come back to.
+
+        This call is audited, if that is affordable: nobody has looked at the form meanwhile.
+        """
+        if form is None:
+            return
+        with form.audits.turn() as audited:
+            found = self._audit(form.fast, args, kwargs) if audited and form.audits.share else ""
+        if found:
+            self._differs(found)
+            return
+        if isinstance(form.fast, Optimized):  # which counts these itself
+            self._in_eager.subtract(form.fast.in_eager)
+            self._seconds -= form.fast.new_signatures.seconds
+        self._changes[KEEPS_CHANGING] -= 1
+        self._own.renew(form.settings)
+        self._audits, self._watch, self.fast = form.audits, form.watch, form.fast
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
@@ -197,6 +216,10 @@ class Compiled:
         if reason:
             self._declined(reason)
             return None
+        if self._aside and uncompiled:  # what another state is refused for says nothing of one that was compiled
+            with self._turn.taken() as mine:
+                if mine and self.fast is None:
+                    self._take_back(self._aside.take(), args, kwargs)
         reason = self._refused.reason(args, kwargs) if self.fast is None else ""
         if reason:
             self._declined(reason)
@@ -216,10 +239,14 @@ class Compiled:
                     self._declined(reason)
                     return None
                 if changed:
-                    self._drop(CHANGED)
-                    log.info("%s has changed and is optimized again", name_of(self.model))
+                    self._put_aside(args, kwargs)
+                    what = (
+                        "it is optimized again" if self.fast is None else "the form for its present state is used again"
+                    )
+                    log.info("%s has changed: %s", name_of(self.model), what)
             self.why_eager = next((change for change, times in self._changes.items() if times > CHANGES), "")
             if self.why_eager:
+                self._aside = PutAside()
                 self._declined(self.why_eager)
                 return None
             if self.fast is None:
@@ -253,6 +280,7 @@ class Compiled:
         before = Watch(self.model)
         held, why, not_ready = Holdings(before.modules), "", False
         fast: Optimized | Partitioned | InEager | None = None
+        log.info("%s is being optimized", name_of(self.model))
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
@@ -262,6 +290,8 @@ class Compiled:
         finally:
             spent = time.perf_counter() - start
             self._seconds += spent
+            outcome = "failed" if fast is None else f"{fast.report.winner} wins"
+            log.info("%s: optimization took %.1f s: %s", name_of(self.model), spent, outcome)
         if fast is None or isinstance(fast, InEager):
             why = why if fast is None else fast.report.why
             # What makes a model ready may be its own call, as that of a lazy module.
@@ -304,7 +334,7 @@ class Compiled:
     def _overwritten(self) -> str:
         """Drops what was compiled while another thread changed the weights. Returns no reason to refuse later calls."""
         self._in_eager["its weights were changed while it was compiled"] += 1
-        self._drop(CHANGED)
+        self._drop(KEEPS_CHANGING)
         return ""
 
     def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example, apart: StandIn | None) -> str:
@@ -360,40 +390,11 @@ class Compiled:
     def _trains(self) -> str:
         """Why eager serves calls where a module was switched to training mode."""
         watch = self._watch
-        flags = watch is not None and watch.training_changed()
-        trains = flags and any(training_of(modules_of(self.model)))
+        trains = watch is not None and watch.training_changed() and any(training_of(modules_of(self.model)))
         return "a submodule is in training mode: call model.eval() first" if trains else ""
-
-    def _pause(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """After a call that was refused: how many of the next ones are the model's without a look."""
-        self._unseen, self._paused_for = self._pauses.after(args, kwargs), reason
-        self._in_eager[reason] += self._unseen
-        return self._unseen
-
-    def _look_again(self) -> None:
-        """Ends a pause."""
-        unseen, self._unseen = self._unseen, 0
-        self._in_eager[self._paused_for] -= unseen
 
     def _declined(self, reason: str) -> None:
         """A call that the model itself serves."""
         self._doubt()
         self._in_eager[reason] += 1
         self._say(reason)
-
-    def report(self) -> HybridReport:
-        """Which calls are compiled, and why others are not."""
-        fast, seconds, in_eager = self.fast, self._seconds, Counter(self._in_eager)
-        reports: tuple[Report, ...] = ()
-        if isinstance(fast, InBackground):
-            in_eager, seconds, reports = in_eager + fast.in_eager, seconds + fast.seconds, tuple(fast.reports)
-        elif fast is not None:
-            reports = (fast.report,)
-        if self._stepped_back:
-            calls, of_these = self._of_before
-            in_eager[self._stepped_back] += self._calls - calls - (in_eager.total() - of_these)
-        elif isinstance(fast, Optimized):
-            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.new_signatures.seconds
-        elif self._unseen:  # which are counted already
-            in_eager = in_eager - Counter({self._paused_for: self._unseen})
-        return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)

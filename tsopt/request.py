@@ -38,6 +38,7 @@ from tsopt.runtime.calling.fallback import InEager, reason_of
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
 from tsopt.runtime.calling.weights import Weights
+from tsopt.runtime.layer_table import by_loss
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race, faster_first
@@ -136,7 +137,7 @@ class Request:
             or (ON_A_GPU if self.isolate and is_on_gpu(example) else ""),
             cached=outcome.cached,
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
-            quantization=quantized.layers_for(outcome.candidate, outcome.executable),
+            quantization=tuple(by_loss(quantized.layers_for(outcome.candidate, outcome.executable))),
             calibration=quantized.calibration,
             graphs=(made.drawing, drawing_of(quantized.program_of(outcome.candidate) or made.optimized)),
         )

@@ -28,7 +28,7 @@ def test_without_onnx_runtime_it_is_not_known(torch_threads, monkeypatch):
     assert Meeting().microseconds() is None
 
 
-def test_fixed_layers_take_a_while(torch_threads, monkeypatch):
+def test_fixed_layers_can_be_timed_more_than_once(torch_threads, monkeypatch):
     torch_threads(2)
     monkeypatch.setattr(machine_state, "SECONDS", 0.0)
     layers = FixedLayers()

@@ -1,4 +1,4 @@
-"""What eager does in a call, and what its time says about the machine."""
+"""What eager does in a call, and what its time, and that of fixed layers, say about the machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_beside_a_bundle_only_macs_are_needed():
         (5.0, 9.0, 1.0, "undecided"),  # they did for the baseline
         (5.5, 11.0, 1.1, "ok"),  # the machine takes longer for everything
         (7.5, 15.0, 1.0, "undecided"),  # for eager, and for what it waits for, but not for the layers
-        (4.0, 9.0, 0.5, "undecided"),  # it is faster for the layers alone
+        (4.0, 9.0, 0.5, "undecided"),  # it is faster only for the layers
         (5.5, 10.0, 1.5, "undecided"),  # the layers would hide it
         (4.5, 9.0, 0.9, "ok"),
         (5.0, 9.0, None, "slower"),  # eager is the only yardstick then
@@ -107,7 +107,7 @@ def test_layers_that_are_always_the_same_are_a_second_yardstick(
     ("change", "layers"),
     [({"machine": "another"}, 1.0), ({"versions": "torch 2.9.0"}, 1.0), ({"macs": 33}, 1.0), ({}, 20.0)],
 )
-def test_they_are_none_on_another_machine_with_other_versions_for_another_model_or_for_short_calls(
+def test_layers_are_no_yardstick_on_another_machine_with_other_versions_another_model_or_short_calls(
     model, paces, monkeypatch, tmp_path, change, layers
 ):
     fast_timings(monkeypatch, wins="TorchScript")
@@ -119,7 +119,7 @@ def test_they_are_none_on_another_machine_with_other_versions_for_another_model_
     assert found.slowdown.estimate == pytest.approx(0.0, abs=1e-3)
 
 
-def test_where_their_time_is_not_known_in_a_session_it_is_in_none(model, paces, monkeypatch, tmp_path):
+def test_one_session_without_the_time_of_the_layers_drops_all_of_them(model, paces, monkeypatch, tmp_path):
     fast_timings(monkeypatch, wins="TorchScript")
     paces(now=5.0, layers=1.0)
     times = iter([1.0, None])
@@ -132,11 +132,20 @@ def test_where_their_time_is_not_known_in_a_session_it_is_in_none(model, paces, 
     ("eager", "layers", "verdict"),
     [(8.0, 1.0, "undecided"), (12.5, 1.0, "undecided"), (8.0, 20.0, "slower"), (10.0, 1.0, "slower")],
 )
-def test_an_eager_mode_that_others_disturb_says_less_where_it_is_the_only_yardstick(
-    model, baseline, paces, eager, layers, verdict
-):
+def test_without_layers_a_change_of_eager_widens_the_interval(model, baseline, paces, eager, layers, verdict):
     """A baseline of an earlier version has no layers. Of calls that are shorter than these, eager says enough."""
     paces(now=1.08 * 0.5 * eager, eager=eager, layers=layers)
     then = read_baseline(baseline)
     assert then.over_layers == ()
     assert tsopt.check(model, X, then, **OPTIONS).verdict == verdict
+
+
+@pytest.mark.parametrize(("seconds", "is_said"), [(60.0, False), (1e-9, True)])
+def test_a_baseline_that_tells_little_says_so(model, paces, monkeypatch, tmp_path, seconds, is_said):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    found = tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS | {"compare_seconds": seconds})
+    assert (
+        any("its 3 sessions differ so much that their mean may be off by" in remark for remark in found.remarks)
+        == is_said
+    )

@@ -10,6 +10,7 @@ from tests.runtime.reports import BASE, BEFORE, FULL, GOOD, WRONG, record
 from tsopt.runtime.layer_table import LayerRecord
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.rendering import (
+    ANOTHER_LIMIT,
     COLUMNS,
     ITSELF,
     PASS_COLUMNS,
@@ -224,8 +225,10 @@ def test_a_report_says_why_int8_was_not_chosen():
     wrong = int8_row(timing=None, status="not accurate enough", reason="relative error 9 %, limit 4 %")
     found = replace(FULL, rows=(*FULL.rows, wrong), quantization=LAYERS)
     assert "int8 was not chosen: OpenVINO, precision int8-static: relative error 9 %, limit 4 %" in found.text
+    assert f"\n{ANOTHER_LIMIT}\n" in found.text
     won = replace(FULL, rows=(*FULL.rows, int8_row()), winner_key=int8_row().key, quantization=LAYERS)
     assert "int8 was not chosen" not in won.text
+    assert ANOTHER_LIMIT not in won.text
     assert "\nint8: 1 of 1 layers in int8" in won.text
 
 

@@ -126,6 +126,7 @@ Backends = Annotated[
     str | None,
     typer.Option(
         "--backends",
+        "--backend",
         metavar="A,B",
         help="Backends to try, for example onnxruntime?threads=1,onednn, or all.",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -12,24 +11,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from tsopt.api import names_of_options, optimize, who_races
 from tsopt.compiler.calls.example import Example, as_examples
-from tsopt.compiler.calls.structure import flatten
-from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError
 from tsopt.regression.baseline import (
     CREATE,
     Baseline,
     check_replaceable,
-    line,
     machine_of,
     read_baseline,
     versions_of,
 )
+from tsopt.regression.names import inputs_of, name_for, outputs_of, title_of, winner_of
 from tsopt.regression.outcome import Check
 from tsopt.regression.score import NAMELESS, Score, metric_for, state_of
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
@@ -40,12 +34,12 @@ from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.checking.criterion import check_metric
-from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.rendering import three_digits
 from tsopt.runtime.thread_count import check_threads, torch_threads
 
-# Sessions of a baseline, with which later ones are compared many times: more while they scatter, up to so many.
+# Sessions of a baseline, with which later ones are compared many times: more while they scatter, up to so many; fewer
+# if the time is over.
 FEWEST_OF_A_BASELINE, MOST_OF_A_BASELINE = 20, 40
 PRECISE = 0.25  # of the limit: how far the mean of a baseline may be off
 MAX_DROP = 0.005
@@ -69,9 +63,10 @@ def check(
 ) -> Check:
     """Compares the speed, work and accuracy of an optimized model with a baseline. Speed is measured again.
 
-    Speed is compared as a speed-up over eager, so that a baseline from another machine can be compared with. Eager does
-    not show that the model itself has become larger, so its multiply-accumulates are compared as well. Sessions of two
-    seconds are added until the slowdown is decided or the time is over.
+    Speed is compared as a speed-up over eager, so that a baseline from another machine can be compared with; on the
+    same machine, also over layers that are always the same. Eager does not show that the model itself has become
+    larger, so its multiply-accumulates are compared as well. Sessions of two seconds are added until the slowdown is
+    decided or the time is over.
 
     Args:
         baseline: what `update` wrote; the JSON of a report; or the bundle of the earlier model, which is timed in the
@@ -101,10 +96,10 @@ def check(
     if update and not isinstance(baseline, Baseline):
         check_replaceable(baseline)
     then, bundle = (None, None) if update else _opened(baseline, trust)
-    if then is not None and then.inputs not in ("", _inputs(example)):
+    if then is not None and then.inputs not in ("", inputs_of(example)):
         raise UsageError(
             "the baseline was measured with other inputs",
-            why=f"it was measured with {then.inputs}; this example is {_inputs(example)}",
+            why=f"it was measured with {then.inputs}; this example is {inputs_of(example)}",
             fix="pass the same example, or measure a new baseline (--update, update=True)",
         )
     metric = metric_for(metric, then)
@@ -122,7 +117,7 @@ def check(
     if bundle is not None:
         opened = bundle()
         written = [*state, *state_of(opened)]
-        were, are = (_outputs(called, eager, example, written) for called in (opened, eager))
+        were, are = (outputs_of(called, eager, example, written) for called in (opened, eager))
         others = "" if were == are else f"the outputs of the bundle are {were}, and those of the model are {are}"
         scores.append(score.of(eager if others else opened))
     tell("work")
@@ -133,11 +128,11 @@ def check(
         yardstick = None if then is None else Yardstick(then, machine, versions, work, is_single=_is_single(fast))
         slowdown, drift = _run(sessions, yardstick, max_slowdown, compare_seconds, tell, update=update)
     now = Baseline(
-        model=_name(model, fast),
-        winner=_title(fast),
+        model=name_for(model, fast),
+        winner=title_of(fast),
         speedups=tuple(sessions.speedups),
         over_layers=tuple(sessions.over_layers),
-        inputs=_inputs(example),
+        inputs=inputs_of(example),
         eager_ms=median(sessions.eager_ms),
         meeting_us=median(sessions.meetings) if sessions.meetings else None,
         macs=work.macs,
@@ -148,6 +143,7 @@ def check(
         machine=machine,
         versions=versions,
     )
+    remarks: list[str]
     limits: dict[str, Any] = {"max_slowdown": max_slowdown, "max_drop": MAX_DROP if max_drop is None else max_drop}
     stopped = _stopped(fast)
     if update:
@@ -157,13 +153,14 @@ def check(
         if not isinstance(baseline, Baseline):
             replaced = _replaced(Path(baseline), now, max_slowdown)
             now.save(baseline)
-        return Check(now=now, baseline=None, slowdown=None, speed=OK, remarks=replaced, **limits)
+        remarks = [*replaced, *_uncertain(now, max_slowdown)]
+        return Check(now=now, baseline=None, slowdown=None, speed=OK, remarks=tuple(remarks), **limits)
     assert slowdown is not None
-    remarks: list[str] = []
+    remarks = []
     if then is None or yardstick is None:
         then = Baseline(
             model=now.model,
-            winner=_winner_of(Path(str(baseline))),
+            winner=winner_of(Path(str(baseline))),
             speedups=tuple(sessions.before),
             metric=score.name,
             score=scores[1],
@@ -228,6 +225,18 @@ def _replaced(place: Path, now: Baseline, max_slowdown: float) -> tuple[str, ...
     if before > (1 + max_slowdown) * after:
         said += "; later checks will accept slower calls; measure again if the machine was busy"
     return (said,)
+
+
+def _uncertain(now: Baseline, max_slowdown: float) -> tuple[str, ...]:
+    """What is to be said of a baseline whose sessions differ so much that it tells little."""
+    off = uncertainty(now.speedups)
+    if off <= max_slowdown:
+        return ()
+    said = f"{off:.0%}" if off < 1 else "100% or more"
+    return (
+        f"its {len(now.speedups)} sessions differ so much that their mean may be off by {said}: most checks will be "
+        "undecided; measure it again on a quieter machine, or for longer (compare_seconds)",
+    )
 
 
 def _check_options(
@@ -343,9 +352,11 @@ def _of_another_state(now: Baseline, then: Baseline, drift: Drift) -> str:
     said = f"threads take {takes} us to meet, and took {took} us for the baseline"
     if drift.of_eager > drift.of_meeting:
         said = _calls(now, then)
+    if drift.of_distance > max(drift.of_eager, drift.of_meeting):
+        said = "the speed-up over eager has changed, and that over fixed layers has not done so by as much"
     return (
-        f"{said}: this machine is in another state than then, which may account for {min(drift.share, 1.0):.0%}; check "
-        "again later, or against a bundle, which is timed in the same moments"
+        f"{said}: this machine is in a different state than for the baseline, which may account for "
+        f"{min(drift.share, 1.0):.0%}; check again later, or against a bundle, which is timed in the same moments"
     )
 
 
@@ -361,39 +372,5 @@ def _is_single(fast: Any) -> bool:
     return fast.executable is None or ONE_THREAD[0] in Candidate.parse(fast.report.winner_key).options
 
 
-def _inputs(example: Example) -> str:
-    """`float32[1, 3, 224, 224]`, for each input."""
-    return _types((example.args, example.kwargs))
-
-
-def _outputs(called: Callable[..., Any], model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> str:
-    """The same for each output of what is called like the model."""
-    call = InputSet("example", example).clone()
-    with protected(model, written=state):
-        return _types(called(*call.args, **call.kwargs))
-
-
-def _types(value: Any) -> str:
-    leaves, _ = flatten(value)
-    return line(", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves))
-
-
-def _name(model: Callable[..., Any], fast: Any) -> str:
-    report = getattr(fast, "report", None)
-    return line(str(getattr(report, "model", None) or name_of(model)))
-
-
-def _title(called: Any) -> str:
-    """The title of a race's winner, or the name of a callable of the user's own."""
-    winner = getattr(getattr(called, "report", None), "winner", None)
-    return line(str(winner or name_of(called, "candidate")))
-
-
 def _stopped(fast: Any) -> str:
     return str(getattr(getattr(fast, "report", None), "stopped", ""))
-
-
-def _winner_of(bundle: Path) -> str:
-    """Which candidate a bundle says it is of."""
-    claims = json.loads((bundle / MANIFEST).read_text()).get("claims")
-    return line(str(claims.get("winner", ""))) if isinstance(claims, dict) else ""

@@ -2,7 +2,7 @@
 
 On virtual machines two threads can take twice as long to meet for minutes at a time. An engine whose threads meet after
 each layer is slower then, and eager, which computes small layers with one thread, is not: nothing about a model. Other
-processes disturb eager more than an engine, or less: the time of fixed layers is a second yardstick.
+processes do not slow eager and an engine down equally, so the time of fixed layers is a second yardstick.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SAMPLES, CALLS = 60, 50
 UNDISTURBED = 10  # percentile: another process may have a core for half of the time
 # Of fixed layers: convolutions of 3x3 pixels in ONNX Runtime, and a product of two square matrices in torch.
 CHANNELS, PIXELS, CONVOLUTIONS, SIDE = 64, 28, 4, 384
-SECONDS, FEWEST_CALLS, QUICKEST = 0.25, 6, 5  # for each; the percentile is that of a session
+SECONDS, FEWEST_CALLS = 0.25, 6  # for each
+QUICKEST = 5  # percentile of the calls, as in sessions
 
 
 class Meeting:
@@ -73,9 +74,10 @@ class FixedLayers:
         self._program = capture(layers, self._x) if torch.get_num_threads() > 1 else None
 
     def milliseconds(self) -> float | None:
-        """Of a call now, the geometric mean of both; None if there is a single thread, or no ONNX Runtime.
+        """Of a call now: the geometric mean of the convolutions and of the product.
 
-        The engine is opened anew: sessions of it differ.
+        None with a single thread, or without ONNX Runtime. Compiles each time, because the speed of an engine differs
+        from one session of it to the next.
         """
         if self._program is None:
             return None

@@ -1,4 +1,4 @@
-"""The yardstick, which is eager: what it does in a call, and how far the machine's state may have moved a speed-up."""
+"""The yardsticks: eager, and fixed layers on the machine of the baseline; how far it may have moved a speed-up."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tsopt.runtime.profiling.work import macs_of_call
 # How far a speed-up may move when eager takes a multiple of the time that it took: this, times the square of the
 # logarithm of the multiple. Where calls take twice as long, engines and eager no longer wait for the same things.
 PER_SQUARE = 0.35
-# On several threads, other processes disturb eager more than an engine, or less. Where eager is the only yardstick,
-# this, times the logarithm. (In two runs of bench.check it was 0.29 and 0.34 for ResNet-18, in a third one 0.65.)
+# Where the layers could be a second yardstick, but the baseline has none, or was measured with other versions: this,
+# times the logarithm. (In three runs of bench.check, it was 0.29, 0.34 and 0.65 for ResNet-18.)
 PER_LOG = 0.3
 # How far the mean of two yardsticks may be off: this, times the square of their distance, but no more than half of it,
 # where one of them is right and the other one tells nothing.
@@ -77,22 +77,24 @@ class Drift:
     """By what fraction the state of the machine may have moved a speed-up.
 
     Attributes:
-        of_eager: as eager takes longer, or less, than for the baseline, and other layers do not.
-        of_meeting: as threads do to meet.
+        of_eager: because eager takes longer than for the baseline, or less long.
+        of_distance: because the two yardsticks disagree, by this.
+        of_meeting: because threads take longer to meet, or less long.
     """
 
     of_eager: float = 0.0
+    of_distance: float = 0.0
     of_meeting: float = 0.0
 
     @property
     def share(self) -> float:
-        """All of it."""
-        return self.of_eager + self.of_meeting
+        """The sum of all."""
+        return self.of_eager + self.of_distance + self.of_meeting
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """Eager beside a baseline.
+    """Eager, and fixed layers, beside a baseline.
 
     Attributes:
         is_single: the engine runs in one thread, which waits for no other.
@@ -107,28 +109,28 @@ class Yardstick:
     def slowdown(self, speedups: Sequence[float], over_layers: Sequence[float]) -> Slowdown:
         """By the speed-ups over eager; on the same machine, by their mean with those over fixed layers.
 
-        What else runs on a machine may slow eager down by 15 %, and an engine by a third of that, or the other way
-        round. The two yardsticks are seldom off by as much, and in the same direction.
+        Other processes do not slow eager and an engine down equally. The two yardsticks are seldom off by as much, and
+        in the same direction.
         """
-        if not self._is_beside_layers(over_layers):
+        if not self._compares_with_layers(over_layers):
             return between(self.then.speedups, speedups)
         return between(
             list(map(geometric_mean, zip(self.then.speedups, self.then.over_layers, strict=True))),
             list(map(geometric_mean, zip(speedups, over_layers, strict=True))),
         )
 
-    def _is_beside_layers(self, over_layers: Sequence[float]) -> bool:
+    def _compares_with_layers(self, over_layers: Sequence[float]) -> bool:
         """Whether fixed layers are a yardstick.
 
-        Their time is that of the machine, the versions and several threads. Shorter calls do little of what they do.
+        Their time is that of the machine, the versions and several threads.
         """
         then = self.then
         is_same = then.versions == self.versions and then.macs == self.work.macs
         is_same_machine = then.machine == self.machine
-        return is_same_machine and is_same and bool(then.over_layers) and self._are_like_layers(over_layers)
+        return is_same_machine and is_same and bool(then.over_layers) and self._layers_are_comparable(over_layers)
 
-    def _are_like_layers(self, over_layers: Sequence[float]) -> bool:
-        """Whether calls take as long as these layers, on several threads as well."""
+    def _layers_are_comparable(self, over_layers: Sequence[float]) -> bool:
+        """Whether calls take as long as these layers, on several threads: others do too little of the same work."""
         return bool(over_layers) and median(over_layers) < 1 and not self.is_single
 
     def drift(self, sessions: Sessions) -> Drift:
@@ -136,25 +138,28 @@ class Yardstick:
 
         Of an engine, each op may be where its threads meet.
         """
-        then, of_eager, of_meeting = self.then, 0.0, 0.0
+        then, of_eager, of_distance, of_meeting = self.then, 0.0, 0.0, 0.0
         if then.machine != self.machine:
             return Drift()
         eager_ms, meeting_us = median(sessions.eager_ms), median(sessions.meetings) if sessions.meetings else None
         call_ms = eager_ms / median(sessions.speedups)
-        is_beside_layers = self._is_beside_layers(sessions.over_layers)
+        is_beside_layers = self._compares_with_layers(sessions.over_layers)
         if then.eager_ms and then.macs in (None, self.work.macs):
             times = math.log(eager_ms / then.eager_ms)
             of_eager = PER_SQUARE * times**2
-            if self._are_like_layers(sessions.over_layers) and not is_beside_layers:
+            if self._layers_are_comparable(sessions.over_layers) and not is_beside_layers:
                 of_eager = max(of_eager, PER_LOG * abs(times))
         if is_beside_layers:
             both = ((then.speedups, sessions.speedups), (then.over_layers, sessions.over_layers))
             by_eager, by_layers = (math.log(median(before) / median(now)) for before, now in both)
             apart = abs(by_eager - by_layers)
-            of_eager += min(apart / 2, PER_SQUARED_DISTANCE * apart**2)
+            of_distance = min(apart / 2, PER_SQUARED_DISTANCE * apart**2)
         if then.meeting_us and meeting_us and not self.is_single:
-            of_meeting = abs(meeting_us - then.meeting_us) / LAYERS * (self.work.ops or 0) / (1e3 * call_ms)
-        return Drift(of_eager, of_meeting)
+            meetings = (self.work.ops or 0) / LAYERS / (1e3 * call_ms)  # of a microsecond each, as a fraction of a call
+            # If they alone took longer than the call, its threads do not meet: an engine computes little in one thread.
+            is_met = min(meeting_us, then.meeting_us) * meetings < 1
+            of_meeting = abs(meeting_us - then.meeting_us) * meetings * is_met
+        return Drift(of_eager, of_distance, of_meeting)
 
     @property
     def is_same_work(self) -> bool:

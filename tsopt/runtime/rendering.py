@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tsopt.compiler.precision_names import INT8_VARIANTS
 from tsopt.runtime.backends.candidate import precision_in
+from tsopt.runtime.checking.verdict import INACCURATE
 from tsopt.runtime.layer_table import lines as layer_lines
 from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
@@ -29,6 +30,7 @@ PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "rewrites", "near misses", "
 RULE_COLUMNS = ("rule", "in", "rewrites", "near misses", "because")
 SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
 ITSELF = "calls run the model itself, with the weights it has at the time of the call"
+ANOTHER_LIMIT = "metric= and max_drop= (--metric, --max-drop) set another limit for what is not accurate enough"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,8 @@ def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
     if report.quantization and not chosen:
         yield from _why_not_int8(report)
     yield from layer_lines(report.quantization, report.calibration, chosen=chosen)
+    if any(row.status == INACCURATE for row in report.rows):
+        yield ANOTHER_LIMIT
     if report.sizes:
         yield f"sizes: {report.sizes}"
     if report.frontend:

@@ -342,7 +342,7 @@ def test_all_objects_together_take_the_time_of_all_parts():
             assert torch.equal(graph(X, weight), X * weight)
     assert budgets[:3] == [2.5 * FOR_EACH, 1.5 * FOR_EACH, FOR_EACH]
     assert (len(graph.every_fast), graph.refused) == (2, SPENT)
-    assert as_lines([graph]) == ["part 1: 1 op nodes, onednn wins", f"part 1: {SPENT}"]
+    assert as_lines([graph]) == ["part 1: 100% of a call: 1 op nodes, onednn wins", f"part 1: {SPENT}"]
     with torch.no_grad():
         assert all(torch.equal(other(X, weight), X * weight) for weight in weights)
     assert len(other.every_fast) == 1, "each part is optimized once"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from types import SimpleNamespace
 
@@ -260,15 +258,3 @@ def test_a_program_that_is_wrong_is_not_saved(tmp_path):
     with pytest.raises(tsopt.AccuracyError, match="does not compute the same values as the model"):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("backend", ["torchscript", "onnxruntime", "model"])
-def test_deep_copies_and_pickles_are_refused_with_what_to_do(optimized_by, mlp_input, backend):
-    fast = optimized_by(backend)
-    with pytest.raises(
-        tsopt.UsageError, match=r"cannot be deep-copied(?s:.*)fix: copy the model and optimize the copy"
-    ):
-        copy.deepcopy({"model": fast})
-    with pytest.raises(tsopt.UsageError, match=r"cannot be pickled(?s:.*)fix: save a bundle"):
-        pickle.dumps(fast)
-    assert torch.equal(copy.copy(fast)(mlp_input), fast(mlp_input))

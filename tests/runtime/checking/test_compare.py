@@ -304,8 +304,8 @@ def test_complex_neighbours():
 
 
 @pytest.mark.parametrize(("steps", "ok"), [(0, True), (4, False)])
-def test_a_neighbour_with_elements_far_away_excuses_none(steps, ok):
-    """All of them together are little, as a few pixels are that one rounding moves to the next level."""
+def test_a_neighbour_with_elements_far_away_excuses_nothing(steps, ok):
+    """A few elements that rounding moves to the next level hardly change the RMSE."""
     reference = torch.rand(300_000, generator=torch.Generator().manual_seed(0)) + 1
     near, result = reference * (1 + 3e-4), reference * (1 - 3e-4)
     near[:steps] += 0.25

@@ -142,7 +142,7 @@ def test_without_a_program_the_model_shows_how_far_rounding_moves_it(offset, ok)
     assert not ok or str(verdict).startswith("as close to eager as eager is to itself")
 
 
-def test_the_rounding_of_an_input_is_not_that_of_a_model_that_computes_in_a_finer_dtype():
+def test_inputs_are_moved_by_one_rounding_of_the_finest_dtype():
     """Moved by one rounding of float16, the inputs would excuse a candidate that computes in it."""
     x = torch.rand(256, 9).half()
     verdict = Oracle(lambda x: x.float().mean(-1), Example((x,)), None).judge(lambda x: x.mean(-1).float())

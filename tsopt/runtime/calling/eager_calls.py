@@ -32,6 +32,9 @@ class EagerCalls:
 
     Args:
         follows_threads: whether what is compiled is for torch's number of threads.
+
+    Attributes:
+        settings: those that what is compiled is for.
     """
 
     def __init__(self, model: Callable[..., Any], *, follows_threads: bool) -> None:
@@ -39,18 +42,18 @@ class EagerCalls:
         self._searched: Watch | None = None  # for tensors that require gradients, while nothing is compiled
         self.renew()
 
-    def renew(self) -> None:
-        """What is compiled from now on is for the settings of the process as they are now."""
-        self._settings = Settings(follows_threads=self._follows_threads)
+    def renew(self, settings: Settings | None = None) -> None:
+        """What is compiled from now on is for the settings of the process as they are now, or for these."""
+        self.settings = settings or Settings(follows_threads=self._follows_threads)
 
     def ask(self, names: Container[str]) -> None:
         """Takes the names that the model reads."""
         self._searched = None
-        self._settings.ask(names)
+        self.settings.ask(names)
 
     def were_renumbered(self) -> bool:
         """Whether the thread that compiled the model has changed torch's number of threads since."""
-        return self._settings.was_renumbered()
+        return self.settings.was_renumbered()
 
     def reason(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None, *, uncompiled: bool = False
@@ -69,7 +72,7 @@ class EagerCalls:
             return RECORDING
         if _gradients() and self._wants_gradients(args, kwargs, watch):
             return "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
-        return "" if uncompiled else self._settings.differs()
+        return "" if uncompiled else self.settings.differs()
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None) -> bool:
         own = self._model.parameters() if watch is None and self._is_module else ()  # type: ignore[attr-defined]

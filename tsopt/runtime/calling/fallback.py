@@ -10,13 +10,14 @@ import torch
 
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.calling.ambient import Unserved, objection_to
+from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.report import MODEL, Report, Row
 
 EAGER = "eager"
 
 
-class InEager:
+class InEager(DropIn):
     """A drop-in for a model that could not be optimized: it calls the model itself, without gradients.
 
     Attributes:

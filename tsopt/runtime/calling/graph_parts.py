@@ -84,7 +84,7 @@ def as_lines(graphs: Sequence[Graph]) -> list[str]:
     found: dict[str, list[int]] = {}
     for number, item in enumerate(graphs, 1):
         reports = [fast.report for fast in item.every_fast]
-        wins = [f"{report.nodes[1]} op nodes, {report.winner} wins" for report in reports]
+        wins = [f"{item.share_and_place}{report.nodes[1]} op nodes, {report.winner} wins" for report in reports]
         left = [item.refused] if item.refused or not wins else []
         for outcome in dict.fromkeys([*wins, *left]):  # that of each object, where several call it
             found.setdefault(outcome, []).append(number)
@@ -300,6 +300,13 @@ class Graph:
     def budget(self) -> float | None:
         """The seconds that may be spent on it for one object; None if it is not known how much it matters."""
         return None if self.share is None else max(FOR_EACH, min(FOR_WHOLE * self.share, self.purse.left))
+
+    @property
+    def share_and_place(self) -> str:
+        """`43% of a call, from net.py:31: `, as far as it is known."""
+        share = "" if self.share is None else f"{self.share * self.objects:.0%} of a call"
+        known = ", ".join(filter(None, (share, self._place and f"from {self._place}")))
+        return f"{known}: " if known else ""
 
     def leave(self, reason: str) -> None:
         """It is run unchanged from now on."""

@@ -133,8 +133,11 @@ class Watch:
         )
         if shadows or any(len(t) < n for t, n in zip(found.tables, self._sizes, strict=True)):
             return False
-        self._sizes = [*map(len, found.tables)]
-        return not self.changed()
+        before, self._sizes = self._sizes, [*map(len, found.tables)]
+        if self.changed():
+            self._sizes = before
+            return False
+        return True
 
     def was_written(self, places: frozenset[int]) -> None:
         self._marks.was_written(places)

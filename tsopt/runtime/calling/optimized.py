@@ -18,13 +18,14 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
-from tsopt.errors import AccuracyError, SignatureError, TsoptError, UsageError, WeightsChangedError
+from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN, info_of
 from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, executable_difference
+from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.own_mode import OwnMode
@@ -46,7 +47,7 @@ _gradients = torch.is_grad_enabled  # looked up faster than an attribute of torc
 ABSENT = object()  # where a call has no positional argument
 
 
-class Optimized:
+class Optimized(DropIn):
     """A drop-in for a model: it takes the same calls and returns the same values, without gradients.
 
     Attributes:
@@ -301,6 +302,9 @@ class Optimized:
         """How many calls the model itself has served, by reason."""
         return +Counter({NOT_COMPILED if self.executable is not None else NOT_FASTER: self._eager_calls})
 
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.program.weights.values(), *flat_inputs(self.program, self.example)]
+
     def profile(self) -> Profile:
         """Times the layers of a call, on the example: op by op in torch, and in the engine that won.
 
@@ -372,27 +376,6 @@ class Optimized:
                 fix="optimize the model again",
             ) from error
         return executable
-
-    def __copy__(self) -> Optimized:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Raises UsageError: an engine cannot be copied."""
-        raise UsageError(
-            "an optimized model cannot be deep-copied",
-            why="its engine belongs to the original",
-            fix="copy the model and optimize the copy: tsopt.optimize(copy.deepcopy(model), example)",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises UsageError: an engine belongs to its process."""
-        raise UsageError(
-            "an optimized model cannot be pickled",
-            why="its engine belongs to this process",
-            fix="save a bundle with optimized.save(path), and load it with tsopt.load(path)",
-        )
 
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"

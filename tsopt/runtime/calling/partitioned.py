@@ -35,6 +35,7 @@ from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling import dynamo_regions
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
+from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.calling.graph_parts import FOR_ALL, MOST_LATER, Graph, Purse, as_lines, weigh
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.calling.own_mode import OwnMode
@@ -65,7 +66,7 @@ NO_GRAPHS = (
 )
 
 
-class Partitioned:
+class Partitioned(DropIn):
     """A drop-in for a model with graph breaks: each graph is optimized, the Python code between them is kept.
 
     Attributes:
@@ -379,11 +380,8 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
     notes = as_lines(distinct) if distinct or title == SCRIPT else [NO_GRAPHS]
     rows[1] = replace(rows[1], notes=tuple(notes))
     nodes = [fast.report.nodes for item in distinct for fast in item.every_fast]
-    why = (
-        "capture as one graph was not tried"
-        if because is None
-        else "; ".join(filter(None, (because.what, because.where)))
-    )
+    said = () if because is None else (because.what, because.where)
+    why = "; ".join(filter(None, said)) or "capture as one graph was not tried"
     return Report(
         model=name_of(model),
         rows=tuple(rows),

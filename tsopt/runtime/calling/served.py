@@ -15,6 +15,9 @@ NOT_COMPILED = "the signature is not compiled"
 NOT_FASTER = "no compiled form is faster"
 COMPILING = "it is being compiled in the background"
 ELSEWHERE = "another thread compiles it"
+KEEPS_CHANGING = "its weights, hooks, attributes or globals change between calls"
+DIFFERED = "audits find again and again that what was compiled differs from it"
+RENUMBERED = "torch's number of threads changes between calls"
 
 
 class Told:

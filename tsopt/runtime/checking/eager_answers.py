@@ -94,7 +94,7 @@ class EagerAnswers:
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}  # by the kind of the input set
-        self._moved: tuple[str, list[Sequence[torch.Tensor]]] = "", []  # the kind of the last one, and its answers
+        self._moved: tuple[Any, list[Sequence[torch.Tensor]]] = None, []  # which inputs were moved last; the answers
         self._patience = PATIENCE
         self._by_column: dict[str, InputSet | None] = {}
         self.state = list(program.state.values()) if program is not None else list(state)
@@ -182,7 +182,7 @@ class EagerAnswers:
             between: a call before the last repeated one: what it leaves in the model, the model may remember.
         """
         is_example = inputs.kind in ("example", self.only)
-        start, is_refused = time.perf_counter(), False
+        start, asks_again = time.perf_counter(), False
         seconds: list[float] = []
         try:
             # A data-dependent loop may never end on generated values.
@@ -198,8 +198,8 @@ class EagerAnswers:
                     is_last = number == REPEATED_CALLS - 1 or min([first, *seconds]) > LONG_CALL
                     if between is not None and is_last:
                         fresh = self._answered(model, between)
-                        if fresh is None:  # nobody knows what it has written before it failed
-                            is_refused = not again
+                        if fresh is None:  # it may have written state before it failed
+                            asks_again = not again
                             break
                         again.append(fresh)
                     begun = time.perf_counter()
@@ -221,7 +221,7 @@ class EagerAnswers:
                 return self._ask(model, other, state)
             self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
             return 0.0
-        if is_refused:
+        if asks_again:
             return self._ask(model, inputs, state)
         if is_example:
             self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
@@ -345,11 +345,11 @@ class EagerAnswers:
         kind, leaves = expected.inputs.kind, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
         if self.program is not None:
             return
-        if self._moved[0] != kind:
-            self._moved = kind, []
-        # The model may compute in a finer dtype than that of an input, which it rounds in then.
-        floats = [leaf for leaf in (*leaves[0], *expected.leaves) if leaf.is_floating_point()]
+        # The model may compute, and so round, in a finer dtype than that of its inputs.
+        floats = [leaf for leaf in (*leaves[0], expected.leaves[position]) if leaf.is_floating_point()]
         step = min((torch.finfo(leaf.dtype).eps for leaf in floats), default=0.0)
+        if self._moved[0] != (kind, step):
+            self._moved = (kind, step), []
         for number, near in enumerate(itertools.islice(neighbours(leaves[0], self.seed, step), NOISE)):
             if number == len(self._moved[1]):
                 asked = InputSet(kind, Example(*unflatten(leaves[1], near)))

@@ -224,6 +224,7 @@ class _Preparation:
         known, seconds = best.call_seconds, dict.fromkeys((best, *near), math.inf)
         for number in range(LOOKS):
             for entry, found in seconds.items():
+                # One long call is enough, unless it would cost a candidate its place: it may have been held up.
                 is_needed = number == 0 or self.best <= LONG_CALL or found > HOPELESS_IF_LONG * seconds[best]
                 seconds[entry] = min(found, self._estimate(entry)) if is_needed else found
         if best.contender is not None and seconds[best] > 0:

@@ -66,7 +66,7 @@ def first_calls(
     if isinstance(call, Remote):
         return call.timed("first_calls", inputs)
     spent = seconds_of_calls(call, inputs, 1, samples=2, wait=wait)
-    if min(spent) > LONG_CALL and max(spent) <= WARM_RATIO * min(spent):  # it was warm from the start
+    if min(spent) > LONG_CALL and max(spent) <= WARM_RATIO * min(spent):  # both are warm
         return spent
     spent += seconds_of_calls(call, _turned(inputs, 2), 1, samples=MIN_COLD - 2, wait=wait)
     left = COLD_SECONDS - sum(spent)
