@@ -16,7 +16,7 @@ from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.protect import modules_of, protected, training_of
+from tsopt.compiler.protect import protected, training_of
 from tsopt.compiler.turns import Turn
 from tsopt.errors import CaptureError, NotReady, TsoptError, UsageError
 from tsopt.hybrid_counts import Counts
@@ -67,6 +67,7 @@ class Compiled(Counts):
         self._reason = self._own.reason  # asked on every call
         self._refused, self._changes, self._fills, self._size = Refused(), Counter[str](), 0, 0
         self._turn, self._optimizes, self._aside = Turn(), False, PutAside()
+        self._back: Form | None = None  # what was taken back, until it has served a call
         forks.tell(self)
 
     @untraced
@@ -190,8 +191,11 @@ class Compiled(Counts):
         """
         if form is None:
             return
-        with form.audits.turn() as audited:
-            found = self._audit(form.fast, args, kwargs) if audited and form.audits.share else ""
+        self._optimizes = True  # the model may call itself
+        try:
+            found = form.audited(lambda: self._audit(form.fast, args, kwargs))
+        finally:
+            self._optimizes = False
         if found:
             self._differs(found)
             return
@@ -200,6 +204,7 @@ class Compiled(Counts):
             self._seconds -= form.fast.new_signatures.seconds
         self._changes[KEEPS_CHANGING] -= 1
         self._own.renew(form.settings)
+        self._pauses, self._back = Pauses(), form
         self._audits, self._watch, self.fast = form.audits, form.watch, form.fast
 
     def _ready(
@@ -234,7 +239,7 @@ class Compiled(Counts):
                 # Asked again: another thread may have compiled it meanwhile, in settings of its own.
                 changed = self._changed()
                 watch = None if changed else self._watch
-                reason = (self._trains() if changed else "") or self._reason(args, kwargs, watch)
+                reason = (self._own.trains(self._watch) if changed else "") or self._reason(args, kwargs, watch)
                 if reason:
                     self._declined(reason)
                     return None
@@ -256,7 +261,8 @@ class Compiled(Counts):
                 if reason:
                     self._declined(reason)
                     return self._refused.served_by(eager)
-            return None if self._stepped_back else self.fast
+            back, self._back = self._back, None
+            return None if self._stepped_back else back.timed if back and back.fast is self.fast else self.fast
 
     def _make(self, example: Example) -> str:
         """Compiles the model, or begins to. Returns why it is not compiled for such a call; empty if it is."""
@@ -386,12 +392,6 @@ class Compiled(Counts):
         watch = self._watch
         if watch is not None and any(training_of(watch.modules)):
             watch.doubt()
-
-    def _trains(self) -> str:
-        """Why eager serves calls where a module was switched to training mode."""
-        watch = self._watch
-        trains = watch is not None and watch.training_changed() and any(training_of(modules_of(self.model)))
-        return "a submodule is in training mode: call model.eval() first" if trains else ""
 
     def _declined(self, reason: str) -> None:
         """A call that the model itself serves."""

@@ -17,6 +17,7 @@ from tsopt.runtime.calling import put_aside
 from tsopt.runtime.calling.served import KEEPS_CHANGING
 
 X = torch.randn(2, 8)
+STATE = {"factor": 2.0}
 
 
 class Adapted(nn.Module):
@@ -206,6 +207,54 @@ def test_a_form_that_is_taken_back_is_audited(always_faster):
     with torch.no_grad(), pytest.warns(UserWarning, match="an audit found a difference"):
         net(X)
     assert right(net)
+
+
+def test_what_a_form_serves_pays_for_audits_however_few_calls_there_are_before_the_next_state(net):
+    for _ in range(3):
+        for active in (["a"], []):
+            net.active = active
+            with torch.no_grad():
+                net(X)
+    assert compiled_of(net)._audits.served > 0
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. Adapted runs in eager mode:UserWarning")
+def test_calls_of_a_state_that_is_kept_are_not_left_to_the_model(net):
+    for _ in range(40):
+        net.is_count = True
+        with torch.no_grad():
+            for _ in range(3):
+                net(X)
+        net.is_count = False
+        for _ in range(3):
+            right(net)
+    with torch.no_grad():
+        before = sum(tsopt.report(net).in_eager.values())
+        for _ in range(64):
+            net(X)
+    assert sum(tsopt.report(net).in_eager.values()) - before < 64
+
+
+def test_a_form_whose_parameters_are_gone_is_not_kept(net):
+    right(net)
+    form = weakref.ref(compiled_of(net).fast)
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()}, assign=True)
+    right(net)
+    gc.collect()
+    assert form() is None
+
+
+def test_a_function_that_calls_itself_is_compiled_once_for_each_state(always_faster, calls):
+    @tsopt.hybridize(**QUICK)
+    def halves(x):
+        return x * STATE["factor"] if x.shape[0] <= 1 else halves(x[::2]) + 1
+
+    for _ in range(3):
+        for factor in (2.0, 3.0):
+            STATE["factor"] = factor
+            with torch.no_grad():
+                torch.testing.assert_close(halves(X[:2]), X[:1] * factor + 1)
+    assert len(calls) <= 4
 
 
 def test_where_the_model_itself_is_faster_nothing_is_kept(net, monkeypatch):

@@ -79,6 +79,12 @@ def test_an_optimized_function_cannot_be_moved():
         made.to("meta")
 
 
+def test_inputs_do_not_say_where_a_model_is():
+    model = nn.Linear(4, 4).double().eval()
+    made = tsopt.optimize(lambda x: model(x.double()), X, **QUICK)
+    assert made.to(torch.float64) is made
+
+
 def test_a_hybrid_is_of_a_model_not_of_what_was_made_of_it(fast):
     with pytest.raises(tsopt.UsageError, match=r"cannot be hybridized(?s:.*)fix: pass the original model"):
         tsopt.hybridize(fast)

@@ -145,6 +145,10 @@ class Audits:
         finally:
             lock.release()
 
+    def resume(self) -> None:
+        """Calls that something else has served meanwhile do not count."""
+        self._since, self._looked = 1, self._clock()
+
     def warm(self, audit: Callable[[], object]) -> Audits:
         """Makes an audit that does not count: the first one is many times as slow as those to come."""
         if self.share:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.protect import modules_of, training_of
 from tsopt.errors import CaptureError
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection
 from tsopt.runtime.calling.model_changes import Watch
@@ -25,6 +26,13 @@ class HasTensors(Protocol):
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]: ...
+
+
+class HasModules(Protocol):
+    """What knows in which mode the modules of a model were."""
+
+    def training_changed(self) -> bool:
+        """Whether modules are in training mode that were not, or the other way round."""
 
 
 class EagerCalls:
@@ -54,6 +62,11 @@ class EagerCalls:
     def were_renumbered(self) -> bool:
         """Whether the thread that compiled the model has changed torch's number of threads since."""
         return self.settings.was_renumbered()
+
+    def trains(self, watch: HasModules | None) -> str:
+        """Why eager serves calls if a module has been switched to training mode since; empty if none has."""
+        trains = watch is not None and watch.training_changed() and any(training_of(modules_of(self._model)))
+        return "a submodule is in training mode: call model.eval() first" if trains else ""
 
     def reason(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: HasTensors | None, *, uncompiled: bool = False

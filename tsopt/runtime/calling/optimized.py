@@ -303,7 +303,8 @@ class Optimized(DropIn):
         return +Counter({NOT_COMPILED if self.executable is not None else NOT_FASTER: self._eager_calls})
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self.program.weights.values(), *flat_inputs(self.program, self.example)]
+        own = super()._tensors() or [*self.program.weights.values()]
+        return own or [*flat_inputs(self.program, self.example)]
 
     def profile(self) -> Profile:
         """Times the layers of a call, on the example: op by op in torch, and in the engine that won.

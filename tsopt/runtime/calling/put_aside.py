@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from tsopt.runtime.calling.audit import Audits
 from tsopt.runtime.calling.model_changes import Watch
@@ -22,6 +26,16 @@ class Form:
     audits: Audits
     settings: Settings
 
+    def audited(self, audit: Callable[[], str | None]) -> str | None:
+        """What an audit finds, if it is affordable."""
+        with self.audits.turn() as is_affordable:
+            return audit() if is_affordable and self.audits.share else ""
+
+    def timed(self, *args: Any, **kwargs: Any) -> Any:
+        """Its first call since it was taken back, which pays for audits: there may be few before the next state."""
+        self.audits.resume()
+        return self.audits.timed(lambda: self.fast(*args, **kwargs))
+
 
 class PutAside:
     """The forms that are not in use, the last one first."""
@@ -33,8 +47,8 @@ class PutAside:
         return bool(self._forms)
 
     def put(self, form: Form) -> None:
-        """Keeps a form, unless the model cannot come back to its state: tensors of it have been written to."""
-        if not form.watch.was_overwritten():
+        """Keeps a form, unless the model cannot come back to its state: tensors were written to, or are gone."""
+        if not form.watch.was_overwritten() and not _are_replaced(form.watch):
             self._forms = [form, *self._forms][:MOST]
         self._doubt()
 
@@ -50,3 +64,9 @@ class PutAside:
         """Statistics may be written without a trace while nobody looks: they are compared when a form is taken."""
         for form in self._forms:
             form.watch.doubt()
+
+
+def _are_replaced(watch: Watch) -> bool:
+    """Whether a module has other parameters than it had."""
+    own = {id(parameter) for module in watch.modules for parameter in module.parameters(recurse=False)}
+    return any(isinstance(tensor, nn.Parameter) and id(tensor) not in own for tensor in watch.tensors)
