@@ -166,4 +166,4 @@ def test_nothing_of_it_stays_in_memory():
     before = tensors()
     for _ in range(3):
         effects(program, calls)
-    assert tensors() == before
+    assert tensors() <= before  # what earlier tests have left may go meanwhile
