@@ -111,9 +111,9 @@ def slowed(call: Callable[..., Any], turns: int) -> Callable[..., Any]:
 
 
 def turns_for(call: Callable[..., Any], example: Example) -> float:
-    """Turns of the loop that, with what the wrapper itself costs, make a call slower by SEEDED.
+    """How many turns of an empty loop make a call slower by SEEDED, including the overhead of the wrapper.
 
-    Found by interpolation, because the wrapper alone already slows a 12 us call down by 3 to 6 %.
+    That overhead is 3 to 6 % of a 12 us call, so the number is interpolated between two measurements.
     """
 
     def undisturbed(calls: dict[str, Callable[..., Any]], seconds: float) -> list[float]:
@@ -123,7 +123,7 @@ def turns_for(call: Callable[..., Any], example: Example) -> float:
     with torch.inference_mode():
         (alone,) = undisturbed({"call": call}, 1.0)
         turn = min(timeit.repeat(slowed(int, 100_000), number=1, repeat=20)) * 1e3 / 100_000  # milliseconds
-        few, many = (round(share * SEEDED * alone / turn) for share in (0.2, 1.8))  # one below, one above
+        few, many = (round(share * SEEDED * alone / turn) for share in (0.2, 1.8))  # too few turns and too many
         alone, with_few, with_many = undisturbed(
             {"call": call, "few": slowed(call, few), "many": slowed(call, many)}, CALIBRATION_SECONDS
         )

@@ -28,21 +28,17 @@ from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.candidate import AUTO, Candidate, candidates_for
 from tsopt.runtime.calling.ambient import POLICIES as ON_GRADIENTS
 from tsopt.runtime.calling.audit import SHARE, check_share
-from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.optimized import POLICIES, Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.racing.contenders import RaceSettings
-from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.stages import ReportedProgress
 from tsopt.runtime.thread_count import check_threads
 from tsopt.transforms import LEVELS, check_level, check_passes, names_in
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
-# Options by which a user may want another result than what is optimized already.
-FOR_ANOTHER_RESULT = ("dynamic", "level", "backends", "precision", "calibration", "keep_float", "frontend", "threads")
 
 
 def optimize(
@@ -203,7 +199,7 @@ def optimize(
             fix="use tsopt.hybridize(pipeline), which optimizes the model in it at the first call",
         )
     if isinstance(model, Optimized | Partitioned | InEager):
-        _warn_of_ignored_options(model, options)
+        model.warn_of_ignored(options, inspect.signature(optimize).parameters)
         return model
     model = original_of(model)
     examples = as_examples(example_input)
@@ -245,22 +241,6 @@ def optimize(
         )
         with kept_outside(model):
             return _optimized(request, *examples)
-
-
-def _warn_of_ignored_options(optimized: DropIn, options: Mapping[str, Any]) -> None:
-    """Warns of options that would have made something else of the model."""
-    defaults = inspect.signature(optimize).parameters
-    given = [name for name in FOR_ANOTHER_RESULT if not _is_default(options[name], defaults[name].default)]
-    if given:
-        warn(
-            f"tsopt: {name_of(optimized.model)} is already optimized and is returned unchanged; ignored: "
-            f"{', '.join(given)}. To apply them, optimize the original model",
-            UserWarning,
-        )
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and value == default)
 
 
 def _optimized(request: Request, *examples: Example) -> Optimized | Partitioned | InEager:

@@ -16,7 +16,7 @@ from tsopt.runtime.report import Report
 
 
 class Counts:
-    """Counts the calls of a hybrid, and by which reason the model itself has served some.
+    """Counts the calls of a hybrid, and for which reasons the model itself has served some.
 
     A base class, because a count is raised in each call.
 

@@ -149,3 +149,12 @@ def test_a_baseline_that_tells_little_says_so(model, paces, monkeypatch, tmp_pat
         any("its 3 sessions differ so much that their mean may be off by" in remark for remark in found.remarks)
         == is_said
     )
+
+
+def test_beside_a_bundle_nothing_else_is_timed(model, paces, monkeypatch, tmp_path):
+    """Both are timed in the same moments, so that the state of the machine does not matter."""
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0, layers=1.0)
+    place = tsopt.optimize(model, X, **OPTIONS).save(tmp_path / "m.tsopt")
+    found = tsopt.check(model, X, place, **OPTIONS, trust=True)
+    assert (found.now.over_layers, found.now.meeting_us) == ((), None)

@@ -143,7 +143,6 @@ def check(
         machine=machine,
         versions=versions,
     )
-    remarks: list[str]
     limits: dict[str, Any] = {"max_slowdown": max_slowdown, "max_drop": MAX_DROP if max_drop is None else max_drop}
     stopped = _stopped(fast)
     if update:
@@ -153,10 +152,10 @@ def check(
         if not isinstance(baseline, Baseline):
             replaced = _replaced(Path(baseline), now, max_slowdown)
             now.save(baseline)
-        remarks = [*replaced, *_uncertain(now, max_slowdown)]
-        return Check(now=now, baseline=None, slowdown=None, speed=OK, remarks=tuple(remarks), **limits)
+        known = (*replaced, *_uncertain(now, max_slowdown))
+        return Check(now=now, baseline=None, slowdown=None, speed=OK, remarks=known, **limits)
     assert slowdown is not None
-    remarks = []
+    remarks: list[str] = []
     if then is None or yardstick is None:
         then = Baseline(
             model=now.model,

@@ -24,7 +24,10 @@ UNDISTURBED = 10  # percentile: another process may have a core for half of the 
 # Of fixed layers: convolutions of 3x3 pixels in ONNX Runtime, and a product of two square matrices in torch.
 CHANNELS, PIXELS, CONVOLUTIONS, SIDE = 64, 28, 4, 384
 SECONDS, FEWEST_CALLS = 0.25, 6  # for each
-QUICKEST = 5  # percentile of the calls, as in sessions
+# Percent of the calls, whose times are compared: what nothing else on the machine has disturbed. Where another process
+# runs half of the time, calls on several threads take either as long as alone, or twice as long: medians of sessions of
+# the same engine then differ by 25 %, these by 1 to 3 % (see Chen and Revels 2016, arXiv:1608.04295).
+QUICKEST = 5
 
 
 class Meeting:

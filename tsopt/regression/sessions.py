@@ -15,7 +15,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.protect import protected
 from tsopt.errors import BackendError
-from tsopt.regression.machine_state import FixedLayers, Meeting
+from tsopt.regression.machine_state import QUICKEST, FixedLayers, Meeting
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.optimized import Optimized
@@ -30,10 +30,6 @@ from tsopt.runtime.sandbox.processes import give_back_memory
 LEAST = 3  # whatever time is left: fewer do not tell how much they scatter
 FEWEST, MOST = 5, 20  # until the slowdown may be called decided, and at most
 SECONDS = 2.0  # of timing, in each
-# Percent of the calls, whose times are compared: what nothing else on the machine has disturbed. Where another process
-# runs half of the time, calls on several threads take either as long as alone, or twice as long: medians of sessions of
-# the same engine then differ by 25 %, these by 1 to 3 % (see Chen and Revels 2016, arXiv:1608.04295).
-QUICKEST = 5
 COPIES = 3  # of the example, in turn: what remembers its last answer gains nothing
 NOW, BEFORE = "the optimized model", "the baseline"
 
@@ -72,8 +68,9 @@ class Sessions:
         self.ratios: list[float] = []
         self.eager_ms: list[float] = []
         self.meetings: list[float] = []
-        on_gpu = is_on_gpu(example)
-        self._meeting, self._layers = None if on_gpu else Meeting(), None if on_gpu else FixedLayers()
+        # A bundle is timed in the same moments: nothing needs to tell how the machine was then.
+        is_needed = bundle is None and not is_on_gpu(example)
+        self._meeting, self._layers = Meeting() if is_needed else None, FixedLayers() if is_needed else None
         self.longest = 0.0
 
     def __len__(self) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import Parameter
 from itertools import chain
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.protect import modules_of
 from tsopt.errors import UsageError
+from tsopt.runtime.racing.outcomes import warn
 
 SAVE_A_BUNDLE = "save a bundle with optimized.save(path), and load it with tsopt.load(path)"
+# Options by which a user may want another result than what is already optimized.
+FOR_ANOTHER_RESULT = ("dynamic", "level", "backends", "precision", "calibration", "keep_float", "frontend", "threads")
 PICKLE_THE_MODEL = "pickle the model itself, and optimize it where it is loaded"  # where no program can be saved
 
 
@@ -50,6 +55,16 @@ class DropIn:
             why="it is for the device and the dtype that the model had",
             fix="move the model, and optimize it there: tsopt.optimize(model.to(...), example)",
         )
+
+    def warn_of_ignored(self, options: Mapping[str, Any], defaults: Mapping[str, Parameter]) -> None:
+        """Warns of options of `optimize` that would have made something else of the model."""
+        given = (name for name in FOR_ANOTHER_RESULT if not _is_default(options[name], defaults[name].default))
+        if said := ", ".join(given):
+            warn(
+                f"tsopt: {name_of(self.model)} is already optimized and is returned unchanged; ignored: {said}. "
+                "To apply them, optimize the original model",
+                UserWarning,
+            )
 
     def _tensors(self) -> list[torch.Tensor]:
         """Tensors that are where it computes."""
@@ -91,6 +106,10 @@ class DropIn:
             why="what was made of the model belongs to this process",
             fix=SAVE_A_BUNDLE if "program" in self.__dict__ else PICKLE_THE_MODEL,
         )
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and value == default)
 
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -70,7 +70,7 @@ def compare(
         size: for `limit`, the root mean square that the reference counts as where its own is smaller.
         reference64: gives the float64 value, when the element test has failed.
         neighbours: gives the reference for inputs that are off by one rounding, when the float64 test has failed.
-        moved: the same, from the model itself; used only if there is no float64 reference.
+        moved: gives the outputs of the model itself for such inputs. It is called only without a float64 reference.
     """
     kind = _kind(result, reference)
     if kind:
