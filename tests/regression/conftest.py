@@ -27,6 +27,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         error: what `now` fails with.
         meeting: microseconds that threads take to meet.
         layers: milliseconds of fixed layers, if they are known.
+        small: milliseconds of small layers, which are timed beside short calls, if they are known.
         disturbed: how many of 20 calls of `now` take twice as long in each second session.
 
     Returns:
@@ -42,6 +43,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         error: str = "",
         meeting: float | None = 12.0,
         layers: float | None = None,
+        small: float | None = None,
         disturbed: int = 0,
     ):
         timed: list[list[str]] = []
@@ -49,8 +51,8 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         def measure(calls, inputs, **_):
             off = 1 + scatter * WOBBLE[len(timed) % len(WOBBLE)]
             timed.append([*calls])
-            ms = {EAGER: eager, sessions.NOW: now * off, sessions.BEFORE: before}
-            timings = {name: Timing((ms[name],) * 20) for name in timed[-1]}
+            ms = {EAGER: eager, sessions.NOW: now * off, sessions.BEFORE: before, sessions.SMALL: small}
+            timings = {name: Timing((ms[name],) * 20) for name in timed[-1] if ms[name] is not None}
             slow = disturbed if len(timed) % 2 else 0
             timings[sessions.NOW] = Timing(tuple(ms[sessions.NOW] * (1 + (i < slow)) for i in range(20)))
             if error:

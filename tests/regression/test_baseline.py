@@ -84,6 +84,7 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
         ({"winner": 3}, "'winner' is not a text"),
         ({"over_layers": [1.0]}, "'over_layers' is not a list of as many numbers as there are speed-ups"),
         ({"over_layers": 1.0}, "'over_layers' is not a list"),
+        ({"are_short": 1}, "'are_short' is neither true nor false"),
         ({"tsopt_baseline": 1}, "'tsopt_baseline' is not 2"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from tsopt.regression import machine_state
-from tsopt.regression.machine_state import FixedLayers, Meeting
+from tsopt.regression.machine_state import FixedLayers, Meeting, SmallLayers
 
 
 def test_it_is_a_time_of_several_threads(torch_threads):
@@ -48,3 +51,18 @@ def test_fixed_layers_are_a_yardstick_of_several_threads_in_onnx_runtime(torch_t
     torch_threads(2)
     monkeypatch.setattr(machine_state, "compile", missing)
     assert FixedLayers().milliseconds() is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_small_layers_are_called_like_any_model(torch_threads, threads):
+    torch_threads(threads)
+    call = SmallLayers().opened()
+    assert call(torch.ones(2), key=1).tolist() == [[1.0] * 128]
+
+
+def test_there_are_no_small_layers_without_onnx_runtime(monkeypatch):
+    def missing(*_):
+        raise machine_state.TsoptError("onnxruntime is not installed")
+
+    monkeypatch.setattr(machine_state, "compile", missing)
+    assert SmallLayers().opened() is None

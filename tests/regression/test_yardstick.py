@@ -13,9 +13,11 @@ from torch import nn
 import tsopt
 from tests.regression.models import OPTIONS, Net, X
 from tests.runtime.racing.helpers import fast_timings
+from tsopt.regression import sessions
 from tsopt.regression.baseline import read_baseline
 from tsopt.regression.machine_state import FixedLayers
 from tsopt.regression.yardstick import EagerWork
+from tsopt.runtime.report import EAGER
 
 
 class Busy(Net):
@@ -117,6 +119,56 @@ def test_layers_are_no_yardstick_on_another_machine_with_other_versions_another_
     paces(now=5.0, layers=layers / 2)  # by which a call would be 1.4 times slower
     found = tsopt.check(model, X, then, **OPTIONS)
     assert found.slowdown.estimate == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("now", "eager", "small", "verdict"),
+    [
+        (0.022, 0.04, 0.01, "slower"),
+        (0.022, 0.044, 0.011, "ok"),  # the machine takes longer for everything
+        (0.022, 0.0445, 0.01, "undecided"),  # than for the baseline in eager mode, but not for the layers
+        (0.02, 0.036, 0.01, "undecided"),
+        (0.022, 0.04, 0.014, "undecided"),  # the layers would hide it
+        (0.022, 0.04, None, "slower"),  # eager is the only yardstick then
+    ],
+)
+def test_short_calls_are_compared_with_small_layers(model, paces, monkeypatch, tmp_path, now, eager, small, verdict):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=0.02, eager=0.04, layers=1.0, small=0.01)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    then = read_baseline(tmp_path / "b.json")
+    assert then.are_short
+    assert then.over_layers[0] == pytest.approx(0.5, rel=0.02)
+    paces(now=now, eager=eager, layers=1.0, small=small)
+    assert tsopt.check(model, X, then, **OPTIONS).verdict == verdict
+
+
+def test_sessions_of_short_calls_are_short_once_they_are_warm(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    timed, seconds = paces(now=0.02, eager=0.04, small=0.01), []
+    measure = sessions.measure
+    monkeypatch.setattr(sessions, "measure", lambda *args, **known: seconds.append(known["seconds"]) or measure(*args))
+    found = tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    both = [[EAGER, sessions.NOW, sessions.SMALL]] * 2 * len(found.now.speedups)
+    assert timed == [[EAGER, sessions.NOW], *both]  # it is known after the first one
+    assert seconds == [sessions.SECONDS, *[sessions.WARM_UP, sessions.SECONDS_IF_SHORT] * len(found.now.speedups)]
+
+
+def test_small_layers_are_no_yardstick_where_the_baseline_has_large_ones(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=0.02, eager=0.04, small=0.01)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    then = replace(read_baseline(tmp_path / "b.json"), are_short=False)
+    paces(now=0.02, eager=0.04, small=0.005)
+    assert tsopt.check(model, X, then, **OPTIONS).slowdown.estimate == pytest.approx(0.0, abs=1e-3)
+
+
+def test_short_calls_beside_a_bundle_are_compared_with_no_layers(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    tsopt.optimize(model, X, **OPTIONS).save(tmp_path / "before")
+    timed = paces(now=0.02, eager=0.04, before=0.02, small=0.01)
+    found = tsopt.check(model, X, tmp_path / "before", trust=True, **OPTIONS)
+    assert timed == [[EAGER, sessions.NOW, sessions.BEFORE]] * len(found.now.speedups)
 
 
 def test_one_session_without_the_time_of_the_layers_drops_all_of_them(model, paces, monkeypatch, tmp_path):

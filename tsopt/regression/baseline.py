@@ -44,6 +44,7 @@ class Baseline:
         versions: of the packages.
         over_layers: how many times as fast as layers that are the same for all models it was, in each session; empty if
             unknown.
+        are_short: these are the small layers, with which short calls are compared.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Baseline:
     machine: str = ""
     versions: str = ""
     over_layers: tuple[float, ...] = ()
+    are_short: bool = False
 
     def save(self, path: str | Path) -> Path:
         """Writes the baseline as JSON; the file, or what a link there leads to, is complete or not written at all.
@@ -156,8 +158,12 @@ def _of_baseline(data: Mapping[str, Any]) -> Baseline:
         raise ValueError(f"'speedups' is not a list of 1 to {MOST_SESSIONS} numbers")
     if not isinstance(over_layers, list) or len(over_layers) not in (0, len(speedups)):
         raise ValueError("'over_layers' is not a list of as many numbers as there are speed-ups")
+    are_short = data.get("are_short", False)
+    if not isinstance(are_short, bool):
+        raise ValueError("'are_short' is neither true nor false")
     return Baseline(
         speedups=tuple(_positive(value, "speedups") for value in speedups),
+        are_short=are_short,
         over_layers=tuple(_positive(value, "over_layers") for value in over_layers),
         eager_ms=None if data.get("eager_ms") is None else _positive(data["eager_ms"], "eager_ms"),
         meeting_us=None if data.get("meeting_us") is None else _positive(data["meeting_us"], "meeting_us"),

@@ -132,6 +132,7 @@ def check(
         winner=title_of(fast),
         speedups=tuple(sessions.speedups),
         over_layers=tuple(sessions.over_layers),
+        are_short=sessions.are_short,
         inputs=inputs_of(example),
         eager_ms=median(sessions.eager_ms),
         meeting_us=median(sessions.meetings) if sessions.meetings else None,
@@ -204,7 +205,7 @@ def _run(
         tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
         sessions.add()
         if yardstick is not None:
-            slowdown = yardstick.slowdown(sessions.speedups, sessions.over_layers)
+            slowdown = yardstick.slowdown(sessions)
             drift = yardstick.drift(sessions)
         elif not update:
             slowdown = paired(sessions.ratios)

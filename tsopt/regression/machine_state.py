@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ UNDISTURBED = 10  # percentile: another process may have a core for half of the 
 # Of fixed layers: convolutions of 3x3 pixels in ONNX Runtime, and a product of two square matrices in torch.
 CHANNELS, PIXELS, CONVOLUTIONS, SIDE = 64, 28, 4, 384
 SECONDS, FEWEST_CALLS = 0.25, 6  # for each
+# Of small layers: a call is mostly what an engine and Python add to any call, and waits for no other thread.
+SMALL_LAYERS, SMALL_WIDTH = 3, 128
 # Percent of the calls, whose times are compared: what nothing else on the machine has disturbed. Where another process
 # runs half of the time, calls on several threads take either as long as alone, or twice as long: medians of sessions of
 # the same engine then differ by 25 %, these by 1 to 3 % (see Chen and Revels 2016, arXiv:1608.04295).
@@ -59,6 +62,28 @@ class Meeting:
                 self._call(self._x)
             spent.append((time.perf_counter() - start) / CALLS * 1e6)
         return float(np.percentile(spent, UNDISTURBED))
+
+
+class SmallLayers:
+    """Layers in ONNX Runtime of which a call takes about ten microseconds, the same for all models."""
+
+    def __init__(self) -> None:
+        weight, self._x = torch.eye(SMALL_WIDTH, device="cpu"), torch.ones(1, SMALL_WIDTH, device="cpu")
+
+        def layers(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(SMALL_LAYERS):
+                x = F.linear(x, weight).relu()
+            return x
+
+        self._program = capture(layers, self._x)
+
+    def opened(self) -> Callable[..., Any] | None:
+        """Calls them, whatever it is called with; compiled anew. None without ONNX Runtime."""
+        try:
+            call = compile(self._program, "onnxruntime")
+        except TsoptError:
+            return None
+        return lambda *args, **kwargs: call(self._x)
 
 
 class FixedLayers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 from typing import Any
@@ -25,7 +25,7 @@ from tsopt.runtime.profiling.work import macs_of_call
 # How far a speed-up may move when eager takes a multiple of the time that it took: this, times the square of the
 # logarithm of the multiple. Where calls take twice as long, engines and eager no longer wait for the same things.
 PER_SQUARE = 0.35
-# Where the layers could be a second yardstick, but the baseline has none, or was measured with other versions: this,
+# Where large layers could be a second yardstick, but the baseline has none, or was measured with other versions: this,
 # times the logarithm. (In three runs of bench.check, it was 0.29, 0.34 and 0.65 for ResNet-18.)
 PER_LOG = 0.3
 # How far the mean of two yardsticks may be off: this, times the square of their distance, but no more than half of it,
@@ -106,20 +106,20 @@ class Yardstick:
     work: EagerWork
     is_single: bool = False
 
-    def slowdown(self, speedups: Sequence[float], over_layers: Sequence[float]) -> Slowdown:
+    def slowdown(self, sessions: Sessions) -> Slowdown:
         """By the speed-ups over eager; on the same machine, by their mean with those over fixed layers.
 
         Other processes do not slow eager and an engine down equally. The two yardsticks are seldom off by as much, and
         in the same direction.
         """
-        if not self._compares_with_layers(over_layers):
-            return between(self.then.speedups, speedups)
+        if not self._compares_with_layers(sessions):
+            return between(self.then.speedups, sessions.speedups)
         return between(
             list(map(geometric_mean, zip(self.then.speedups, self.then.over_layers, strict=True))),
-            list(map(geometric_mean, zip(speedups, over_layers, strict=True))),
+            list(map(geometric_mean, zip(sessions.speedups, sessions.over_layers, strict=True))),
         )
 
-    def _compares_with_layers(self, over_layers: Sequence[float]) -> bool:
+    def _compares_with_layers(self, sessions: Sessions) -> bool:
         """Whether fixed layers are a yardstick.
 
         Their time is that of the machine, the versions and several threads.
@@ -127,11 +127,14 @@ class Yardstick:
         then = self.then
         is_same = then.versions == self.versions and then.macs == self.work.macs
         is_same_machine = then.machine == self.machine
-        return is_same_machine and is_same and bool(then.over_layers) and self._layers_are_comparable(over_layers)
+        are_same_layers = bool(then.over_layers) and then.are_short == sessions.are_short
+        return is_same_machine and is_same and are_same_layers and self._layers_are_comparable(sessions)
 
-    def _layers_are_comparable(self, over_layers: Sequence[float]) -> bool:
-        """Whether calls take as long as these layers, on several threads: others do too little of the same work."""
-        return bool(over_layers) and median(over_layers) < 1 and not self.is_single
+    def _layers_are_comparable(self, sessions: Sessions) -> bool:
+        """Whether calls do the work of these layers: short ones, or such as take longer, on several threads."""
+        if not sessions.over_layers:
+            return False
+        return sessions.are_short or (median(sessions.over_layers) < 1 and not self.is_single)
 
     def drift(self, sessions: Sessions) -> Drift:
         """By how much the state of the machine may have moved the speed-up; by nothing on another machine.
@@ -143,11 +146,11 @@ class Yardstick:
             return Drift()
         eager_ms, meeting_us = median(sessions.eager_ms), median(sessions.meetings) if sessions.meetings else None
         call_ms = eager_ms / median(sessions.speedups)
-        is_beside_layers = self._compares_with_layers(sessions.over_layers)
+        is_beside_layers = self._compares_with_layers(sessions)
         if then.eager_ms and then.macs in (None, self.work.macs):
             times = math.log(eager_ms / then.eager_ms)
             of_eager = PER_SQUARE * times**2
-            if self._layers_are_comparable(sessions.over_layers) and not is_beside_layers:
+            if self._layers_are_comparable(sessions) and not sessions.are_short and not is_beside_layers:
                 of_eager = max(of_eager, PER_LOG * abs(times))
         if is_beside_layers:
             both = ((then.speedups, sessions.speedups), (then.over_layers, sessions.over_layers))
