@@ -352,6 +352,8 @@ def _row_json(row: Row) -> dict[str, Any]:
             "test": row.accuracy.test,
             "max_difference": row.accuracy.max_difference,
             "inputs": list(row.accuracy.inputs),
+            "differences": list(row.accuracy.differences),
+            "sizes": list(row.accuracy.sizes),
             "skipped": list(row.accuracy.skipped),
         }
     if row.cold is not None:

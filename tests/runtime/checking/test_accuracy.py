@@ -177,6 +177,7 @@ def test_a_right_candidate_passes_on_seven_input_sets():
     assert verdict.ok
     assert verdict.inputs == ("example", "drawn-1", "drawn-2", "random", "large", "tiny", "zeros")
     assert f"on {len(verdict.inputs)} input sets" in str(verdict)
+    assert len(verdict.differences) == len(verdict.sizes) == len(verdict.inputs)
 
 
 def test_an_epsilon_that_is_lost_is_seen_on_zeros():
@@ -323,3 +324,25 @@ def test_inputs_and_outputs_of_one_byte_are_compared(dtype):
     assert tsopt.verify(model, run, x).ok
     with pytest.raises(tsopt.AccuracyError):
         tsopt.verify(lambda x, y: ((x.float() * 3 + y).to(dtype), x.float() + y), run, x)
+
+
+def test_differences_are_told_for_each_input_set():
+    """Those of too large inputs are among them, and not in the largest of all."""
+    found = Oracle(lambda x: x @ WEIGHT, tsopt.example(ROW), None).judge(lambda x: x @ WEIGHT * (1 + 1e-6))
+    assert found.ok
+    known = dict(zip(found.inputs, found.differences, strict=True))
+    sizes = dict(zip(found.inputs, found.sizes, strict=True))
+    for kind, size in sizes.items():
+        assert known[kind] == pytest.approx(1e-6 * size, rel=0.5, abs=1e-7)
+    assert known["large"] > found.max_difference == max(known[kind] for kind in known if kind != "large")
+
+
+def test_the_set_on_which_a_candidate_is_wrong_is_the_last_one_that_is_told():
+    found = Oracle(lambda x: x @ WEIGHT, tsopt.example(ROW), None).judge(lambda x: x @ WEIGHT + 1)
+    assert (found.ok, found.inputs) == (False, ("example",))
+    assert found.differences == (pytest.approx(1.0),)
+
+
+def test_of_integers_there_is_no_size():
+    found = Oracle(torch.argmax, tsopt.example(torch.ones(4)), None).judge(torch.argmax)
+    assert set(found.sizes) == {0.0}

@@ -85,6 +85,15 @@ def test_the_page_says_what_the_report_says(full):
     assert "took 4.0 s" not in found.text, "a chart says that"
 
 
+def test_the_accuracy_of_the_winner_is_told_by_input(full):
+    text = Parsed(page(full)).text
+    assert "example2.0e+001.0e-075.0e-08" in text
+    assert "random1.5e+003.0e-072.0e-07" in text
+    without = replace(GOOD, accuracy=replace(GOOD.accuracy, sizes=(2.0, 0.0)))
+    assert "random0.0e+003.0e-07-" in Parsed(page(replace(full, rows=(BASE, without)))).text
+    assert "Accuracy" not in Parsed(page(replace(full, winner_key=BASE.key))).text
+
+
 def test_bars_end_at_the_medians(full):
     bars = [item for item in Parsed(page(replace(full, passes=(), stages=()))).of("rect") if item["class"] == "bar"]
     widest = max(row.timing.percentile(90) for row in (BASE, GOOD))

@@ -22,7 +22,7 @@ from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, co
 from tsopt.runtime.checking.criterion import RELATIVE_ERROR
 from tsopt.runtime.checking.eager_answers import FEW, EagerAnswers
 from tsopt.runtime.checking.expected import Expected, answers, difference_in_structure, difference_when_repeated
-from tsopt.runtime.checking.inputs import EXTREME, ZEROS
+from tsopt.runtime.checking.inputs import EXTREME, ZEROS, is_ordinary
 from tsopt.runtime.checking.verdict import ORDER, Verdict
 
 # Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a
@@ -103,7 +103,7 @@ class Oracle:
         Raises:
             Exception: whatever the candidate raises.
         """
-        done: list[str] = []
+        done: list[tuple[str, float, float]] = []
         notes: list[str] = []
         test, worst = "bits", 0.0
         first: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -127,19 +127,34 @@ class Oracle:
                 continue
             if not decides:
                 continue
-            done.append(kind)
-            worst = max(worst, found.max_difference)
+            done.append((kind, found.max_difference, expected.largest or 0.0))
+            worst = max(worst, found.max_difference if is_ordinary(kind) else 0.0)
             if not found.ok:
-                return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), found.reason)
+                return self._verdict(False, found.test, worst, done, reason=found.reason)
             test = max(test, found.test, key=ORDER.index)
         if not all(bit_equal(leaf, kept) for leaf, kept in first):
             reason = "an output of the first call was overwritten by a later call"
-            return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
+            return self._verdict(False, "type", worst, done, reason=reason)
         said = tuple(dict.fromkeys(notes))[:1]  # one example says it
-        largest = self.eager.largest_output(done)
+        largest = self.eager.largest_output([kind for kind, *_ in done])
         if worst > 0 and largest < NEAR_ZERO:
             said += (f"outputs are near zero (at most {largest:.0e}), so the difference says little",)
-        return Verdict(True, test, worst, tuple(done), tuple(self.skipped), notes=said)
+        return self._verdict(True, test, worst, done, notes=said)
+
+    def _verdict(
+        self,
+        ok: bool,
+        test: str,
+        worst: float,
+        done: Sequence[tuple[str, float, float]],
+        *,
+        reason: str = "",
+        notes: tuple[str, ...] = (),
+    ) -> Verdict:
+        """Args: done: the kind of each input set, the largest difference there, and the largest output."""
+        kinds, differences, sizes = zip(*done, strict=True) if done else ((), (), ())
+        skipped = tuple(self.skipped)
+        return Verdict(ok, test, worst, kinds, skipped, reason, notes, differences, sizes)
 
     def _is_wrong(self, expected: Expected, found: Comparison, exact: bool) -> bool:
         """Whether a difference is wrong; otherwise it is a note."""
@@ -196,8 +211,7 @@ class Oracle:
                 found = replace(found, test="undecided")
             if kind == ZEROS and not found.ok and self._is_open(expected, position, found, limit):
                 found = replace(found, test=OPEN)
-            if kind != "large" and not kind.startswith(EXTREME):  # of ordinary size
-                worst = max(worst, found.max_difference)
+            worst = max(worst, found.max_difference)
             if not found.ok:
                 reason = f"{expected.name(position)} on the {kind} input: {found.reason}"
                 failed = Comparison(False, found.test, worst, reason)

@@ -35,6 +35,7 @@ from tsopt.runtime.checking.inputs import (
     InputSet,
     by_column,
     input_sets,
+    is_ordinary,
     sets_near,
 )
 from tsopt.runtime.checking.made_up import why_near, why_near_in_call
@@ -262,11 +263,9 @@ class EagerAnswers:
 
     def largest_output(self, kinds: Sequence[str]) -> float:
         """The largest finite magnitude that eager returned on these input sets."""
-        ordinary = [kind for kind in kinds if kind != "large" and not kind.startswith(EXTREME)]
-        leaves = (leaf for item in self.expected if item.inputs.kind in ordinary for leaf in item.leaves)
-        floats = (widened(leaf) for leaf in leaves if leaf.is_floating_point() and leaf.numel())
-        finite = (leaf[leaf.isfinite()] for leaf in floats)
-        return max((float(values.abs().max()) for values in finite if values.numel()), default=math.inf)
+        ordinary = list(filter(is_ordinary, kinds))
+        sizes = (item.largest for item in self.expected if item.inputs.kind in ordinary)
+        return max((size for size in sizes if size is not None), default=math.inf)
 
     def size_on_the_example(self, position: int, expected: Expected) -> float:
         """The root mean square of an output there, for inputs as large as the example; otherwise 0.

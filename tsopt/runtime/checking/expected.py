@@ -41,6 +41,13 @@ class Expected:
         made_up = kind == ZEROS or kind.startswith(EXTREME)
         return kind == SPECIAL or (made_up and not all(bool(leaf.isfinite().all()) for leaf in floats))
 
+    @property
+    def largest(self) -> float | None:
+        """The largest finite magnitude of an output; None where none is a finite float."""
+        floats = (widened(leaf) for leaf in self.leaves if leaf.is_floating_point() and leaf.numel())
+        finite = (leaf[leaf.isfinite()] for leaf in floats)
+        return max((float(values.abs().max()) for values in finite if values.numel()), default=None)
+
     def call(self) -> Example:
         """The call, for repeated use."""
         leaves, _ = flatten((self.inputs.example.args, self.inputs.example.kwargs))

@@ -65,6 +65,11 @@ REACH = {torch.float32: 200.0, torch.bfloat16: 200.0}
 NEAR = 0.01  # the part of a number that a value near it may be off by
 
 
+def is_ordinary(kind: str) -> bool:
+    """Whether inputs of a kind are no larger than numbers usually are."""
+    return kind != "large" and not kind.startswith(EXTREME)
+
+
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
     """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 (see REACH) and
     x0.001, `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and

@@ -15,6 +15,8 @@ class Verdict:
     max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
     test: the weakest test that was needed: bits < element < float64 < rounding < decision < limit.
     inputs: the input sets compared; `skipped`: those that were not, and why.
+    differences: the largest |candidate - eager| over finite values on each of `inputs`.
+    sizes: the largest finite |eager| on each of `inputs`; 0 where no output is a float.
     notes: differences on NaN and infinities that do not decide.
     """
 
@@ -25,6 +27,8 @@ class Verdict:
     skipped: tuple[str, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
+    differences: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
 
     @property
     def status(self) -> str:

@@ -74,6 +74,7 @@ def page(report: Report) -> str:
         **(compared(*report.graphs) if report.graphs else {}),
         verdict=_verdict(report),
         bars=list(_bars(report)),
+        accuracy=list(_accuracy(report)),
         steps=list(_steps([record for record in report.passes if is_busy(record)])),
         stages=list(_stages(report.stages)),
         seconds=sum(seconds for _, seconds in report.stages),
@@ -116,6 +117,15 @@ def _bar(report: Report, row: Row, scale: float) -> Bar:
         tuple(said_of(report, row)),
         *places,
     )
+
+
+def _accuracy(report: Report) -> Iterator[tuple[str, ...]]:
+    """For each input set on which the winner was compared with eager: the largest output and the largest difference."""
+    for row in report.rows:
+        if row.key == report.winner_key and row.accuracy is not None:
+            found = row.accuracy
+            for kind, size, difference in zip(found.inputs, found.sizes, found.differences, strict=False):
+                yield kind, f"{size:.1e}", f"{difference:.1e}", f"{difference / size:.1e}" if size else "-"
 
 
 def _steps(records: Sequence[PassRecord]) -> Iterator[Step]:

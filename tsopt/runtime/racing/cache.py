@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 log = logging.getLogger("tsopt")
-FORMAT = 2
+FORMAT = 3
 MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
@@ -239,11 +239,13 @@ def _speedup(data: dict[str, Any]) -> Speedup:
 
 
 def _verdict(data: dict[str, Any]) -> Verdict:
-    ok, difference = data.pop("ok"), data.pop("max_difference")  # of one that is wrong: anything
-    if type(ok) is not bool or type(difference) not in (int, float):
+    ok, difference = data.pop("ok"), data.pop("max_difference")
+    by_input: dict[str, Any] = {name: tuple(_items(data.pop(name))) for name in ("differences", "sizes")}
+    numbers = (difference, *by_input["differences"], *by_input["sizes"])
+    if type(ok) is not bool or any(type(value) not in (int, float) for value in numbers):  # if wrong, of any size
         raise TypeError("invalid verdict")
     test = _one_of((*ORDER, "type"), data.pop("test"))
-    return Verdict(ok=ok, test=test, max_difference=float(difference), **_texts(Verdict, data))
+    return Verdict(ok=ok, test=test, max_difference=float(difference), **by_input, **_texts(Verdict, data))
 
 
 def _texts(cls: type[Row | Verdict | Entry], data: dict[str, Any]) -> dict[str, Any]:
