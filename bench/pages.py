@@ -24,14 +24,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 import tsopt
-from bench.models import MODELS
+from bench.models import MODELS, Case, Ensemble
 from bench.process import Rows, measure_each
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.profiling.profile import Profile
 from tsopt.runtime.racing.environment import Environment
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("mlp", "lstm", "resnet18", "resnet50", "mobilenet_v2", "bert_base", "gpt2", "vit_b16")
+NAMES = ("mlp", "lstm", "resnet18", "resnet50", "mobilenet_v2", "bert_base", "gpt2", "vit_b16", "ensemble_1000")
+LARGE = {"ensemble_1000": Case(lambda: Ensemble(1000, 16), lambda: tsopt.example(torch.randn(1, 16)))}  # 5,000 values
 CALLS = 10  # under torch.profiler
 TOP = 10  # layers
 MARK = "module: "
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def one(name: str) -> dict[str, Any]:
-    model, example = MODELS[name].load()
+    model, example = (MODELS | LARGE)[name].load()
     start = time.perf_counter()
     fast = tsopt.optimize(model, example, cache=False)
     race_seconds = time.perf_counter() - start

@@ -20,7 +20,9 @@ from tsopt.runtime.profiling import limits, op_by_op, ort
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.kernels import Kernel, Timed, ms_of_values
 from tsopt.runtime.profiling.limits import Limits
-from tsopt.runtime.profiling.profile import ELSEWHERE, WHOLE, profile_of
+from tsopt.runtime.profiling.precisions import Precisions
+from tsopt.runtime.profiling.profile import ELSEWHERE, WHOLE
+from tsopt.runtime.profiling.rows import profile_of
 from tsopt.runtime.profiling.work import OpWork, Work
 
 ENGINES = ("eager", "onednn", "onnxruntime", "openvino")
@@ -141,6 +143,8 @@ def test_the_work_of_a_layer_is_told_beside_its_times(cnn):
     assert found.work.macs == sum(item.work.macs for item in found.layers)
     record = next(item for item in found.to_json()["layers"] if item["layer"] == "block")
     assert (record["macs"], record["weights"]) == (block.work.macs, block.work.weights)
+    assert record["intensity"] == pytest.approx(block.work.macs / block.work.bytes)
+    assert (record["source"], record["precision"]) == (block.source, "fp32")
 
 
 def test_layers_and_what_is_left_add_up_to_the_call(cnn):
@@ -189,17 +193,18 @@ def test_an_engine_that_tells_no_layer_is_a_note(cnn, monkeypatch):
 
 @pytest.fixture
 def asked_for(monkeypatch):
-    """How many threads torch has in each program that is timed op by op, and the limits of the machine are for."""
-    seen = {"torch": [], "limits": []}
+    """How many threads torch has in each program that is timed op by op, and what the limits of the machine are for."""
+    seen = {"torch": [], "limits": [], "precisions": []}
 
     def called(call):
         seen["torch"].append(torch.get_num_threads())
         call()
         return [1.0]
 
-    def measured(threads):
+    def measured(threads, precisions):
         seen["limits"].append(threads)
-        return Limits(macs=1e9, moved=((1, 1e18),))
+        seen["precisions"] += precisions
+        return Limits(macs=1e9, moved=((1, 1e18),), lowered=dict.fromkeys(precisions, 2e9))
 
     monkeypatch.setattr(op_by_op, "called", called)
     monkeypatch.setattr(limits, "measured", measured)
@@ -211,7 +216,7 @@ def test_torch_is_timed_with_the_threads_that_were_asked_for(engine, cnn, asked_
     program, inputs = cnn
     torch_threads(2)
     found = profile("Cnn", {"fp32": program}, Candidate(engine), inputs, 1)
-    assert asked_for == {"torch": [1] * len(found.engines), "limits": [1]}
+    assert asked_for == {"torch": [1] * len(found.engines), "limits": [1], "precisions": []}
     assert torch.get_num_threads() == 2
 
 
@@ -228,14 +233,14 @@ def test_the_threads_of_the_winner_are_not_those_of_torch(asked_for, torch_threa
     fast = tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), **options)
     assert fast.report.winner == "ONNX Runtime, 1 thread"
     fast.profile()
-    assert asked_for == {"torch": [2], "limits": [1]}
+    assert asked_for == {"torch": [2], "limits": [1], "precisions": []}
 
 
 def test_where_eager_won_the_program_is_timed_with_the_threads_of_the_race(asked_for, torch_threads):
     torch_threads(2)
     options = {"threads": 1, "backends": (), "seconds": 0.02, "isolate": False}
     tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), **options).profile()
-    assert asked_for == {"torch": [1], "limits": [1]}
+    assert asked_for == {"torch": [1], "limits": [1], "precisions": []}
 
 
 def test_where_eager_won_the_profile_says_that_the_program_is_timed():
@@ -252,16 +257,44 @@ def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):
         profile("Cnn", {"fp32": program}, Candidate("eager"), [torch.ones(1, device="meta")], None)
 
 
-@pytest.mark.parametrize("engine", ["openvino", "openvino?precision=bf16", "eager?precision=bf16"])
-def test_limits_and_bytes_in_float32_are_those_of_engines_in_float32(engine, cnn, asked_for):
+@pytest.mark.parametrize(
+    ("engine", "in_bf16"),
+    [
+        ("openvino", []),
+        ("openvino?precision=bf16", ["block", "head", "stem.0"]),
+        ("eager?precision=bf16", ["block", "head", "stem.0"]),
+    ],
+)
+def test_limits_are_those_of_the_precision_that_a_layer_runs_in(engine, in_bf16, cnn, asked_for):
     program, inputs = cnn
     winner = Candidate.parse(engine)
     programs = {"fp32": program, winner.variant: in_precision(program, winner.variant)}
     found = profile("Cnn", programs, winner, inputs, None)
     assert found.engines[-1] == winner.title
-    assert (found.limits is None) == (winner.precision == "bf16")
-    said = f"MB and the charts count bytes as in full precision; {winner.title} reads and writes fewer bytes"
-    assert found.notes == ((said,) if winner.precision == "bf16" else ())
+    assert asked_for["precisions"] == (["bf16"] if in_bf16 else [])
+    layers = [item for item in found.layers if item.layer in ("block", "head", "stem.0")]
+    assert sorted(item.layer for item in layers if item.precision == "bf16") == in_bf16
+    for item in layers:  # of the two, the bytes take no time here
+        assert item.at_best == pytest.approx(item.work.macs / found.limits.rate(item.precision) * 1e3)
+    said = (
+        f"MB are those of full precision, of which {winner.title} moves fewer; the limits are those of the precision "
+        "that a layer runs in"
+    )
+    assert found.notes == ((said,) if in_bf16 else ())
+
+
+def test_of_layers_in_int8_the_limit_is_that_of_int8(cnn, asked_for):
+    program, inputs = cnn
+    int8 = in_precision(program, "int8")
+    found = profile("Cnn", {"fp32": program, "int8": int8}, Candidate.parse("onednn?precision=int8"), inputs, None)
+    assert asked_for["precisions"] == ["int8"]
+    known = {item.layer: item.precision for item in found.layers}
+    assert (known["block"], known["stem.0"], known["head"]) == ("int8",) * 3
+    assert "fp32" in known.values()  # the mean
+    assert [series.name for series in found.charts[1].series][-2:] == [
+        "limit of this machine",
+        "limit of this machine in int8",
+    ]
 
 
 def test_where_the_winner_cannot_be_timed_the_limits_are_those_of_what_is(cnn, asked_for):
@@ -295,6 +328,21 @@ def test_the_machine_is_as_fast_as_a_layer_that_exceeds_its_limit_by_a_little(ma
     assert made.limits.macs == pytest.approx(6.291456e9 if share == 1 else 1e9)
 
 
+def test_each_precision_is_as_fast_as_a_layer_that_exceeds_its_limit_by_a_little(cnn):
+    """In the engine that runs: the others compute in float32."""
+    program, inputs = cnn
+    (block,) = (node for node in program.calls() if node.meta.get("module") == "block")
+    timed = {name: Timed((Kernel("conv", 3.0, (block,)),), 4.0) for name in ("torch", "engine")}
+    limits = Limits(macs=6e9, moved=((1, 1e18),), lowered={"bf16": 5.5e9})
+    precisions = Precisions(others="bf16")
+    found = profile_of("Cnn", timed, OpWork(program, inputs), limits, precisions=precisions)
+    assert found.limits.macs == found.limits.lowered["bf16"] == pytest.approx(6.291456e9)
+    of_bf16 = replace(limits, macs=1e12)
+    found = profile_of("Cnn", timed, OpWork(program, inputs), of_bf16, precisions=precisions)
+    assert (found.limits.macs, found.limits.lowered["bf16"]) == (1e12, pytest.approx(6.291456e9))
+    assert found.layers[0].limit("engine") == pytest.approx(1.0)
+
+
 def test_rows_are_sorted_by_what_they_take_in_the_engine_that_runs(made):
     assert [item.layer for item in made.layers] == ["block", "head", "stem.0"]
     assert made.layers[2].ms == {"torch": 2.0}
@@ -310,6 +358,26 @@ def test_the_table_has_shares_and_ends_with_the_whole_call(made):
     assert rows[3] == (ELSEWHERE, "", "-", "-", "1.00", "0.500", "12.5%", "-", "")
     assert rows[4][:2] == (WHOLE, "")
     assert rows[4][4:] == ("6.00", "4.00", "100.0%", "-", "")
+
+
+def test_outside_of_a_terminal_there_is_room_for_the_line_the_bytes_and_the_intensity(made):
+    layer, line, op, precision, *numbers, intensity = made.full_cells()[0][:9]
+    assert (layer, op, precision) == ("block", "conv2d", "fp32")
+    assert line == made.layers[0].source
+    assert "test_profile.py:" in line
+    work = made.layers[0].work
+    assert [float(n) for n in numbers] == pytest.approx(
+        [work.macs / 1e6, work.inputs / 1e6, work.weights / 1e6, work.outputs / 1e6], rel=0.01
+    )
+    assert float(intensity) == pytest.approx(work.macs / work.bytes, rel=0.01)
+    assert {len(row) for row in made.full_cells()} == {len(made.full_header)}
+    assert [row[0] for row in made.full_cells()] == [row[0] for row in made.cells()]
+    assert [row[-4:] for row in made.full_cells()] == [row[-4:] for row in made.cells()]
+    whole = dict(zip(made.full_header, made.full_cells()[-1], strict=True))
+    assert float(whole["MB of weights"]) == pytest.approx(made.work.weights / 1e6, rel=0.01)
+    assert " | MACs/byte | " in made.markdown
+    assert "<th" in made.html
+    assert "MACs/byte" in made.html
 
 
 def test_large_numbers_are_written_out():
@@ -353,6 +421,10 @@ def test_charts_have_a_point_for_each_layer_and_the_limit_of_the_machine(made):
     assert ridge[:2] == (10.0, 100.0)
     assert below[1] < 100.0 == above[1]
     assert replace(made, limits=None).charts[1].series[-1].name == made.engines[-1]
+    in_bf16 = replace(limits, lowered={"bf16": 4e11})
+    *_, limit = replace(made, limits=in_bf16).charts[1].series
+    assert limit.name == "limit of this machine in bf16"
+    assert max(rate for _, rate, _ in limit.points) == 400.0
 
 
 def test_a_profile_is_a_page(made):

@@ -10,7 +10,7 @@ from torch import nn
 
 import tsopt
 from tsopt.runtime.profiling.kernels import Timed
-from tsopt.runtime.profiling.profile import profile_of
+from tsopt.runtime.profiling.rows import profile_of
 from tsopt.runtime.profiling.training import TrainingEstimate, parse_training
 from tsopt.runtime.profiling.work import Work
 

@@ -17,7 +17,9 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN
 from tsopt.runtime.profiling import limits
 from tsopt.runtime.profiling.kernels import Timed, ms_of_values
-from tsopt.runtime.profiling.profile import ELSEWHERE, Profile, profile_of
+from tsopt.runtime.profiling.precisions import precisions_of
+from tsopt.runtime.profiling.profile import ELSEWHERE, Profile
+from tsopt.runtime.profiling.rows import profile_of
 from tsopt.runtime.profiling.work import OpWork
 
 
@@ -58,11 +60,17 @@ def profile(
                 f"{candidate.title} does not say which layer a kernel belongs to, so all of its time is {ELSEWHERE}"
             )
     last = [candidate for candidate in candidates if candidate.title in timed][-1]
-    if last.precision != FP32:
-        said.append(f"MB and the charts count bytes as in full precision; {last.title} reads and writes fewer bytes")
-    known = limits.measured(dict(last.options).get("threads", threads)) if last.precision == FP32 else None
-    made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
-    program = programs[last.variant]
+    program, threads_of_last = programs[last.variant], dict(last.options).get("threads", threads)
+    precisions = precisions_of(last, program)
+    lower = sorted({*precisions.known.values(), precisions.others} - {FP32})
+    if lower:
+        said.append(
+            f"MB are those of full precision, of which {last.title} moves fewer; the limits are those of the precision "
+            "that a layer runs in"
+        )
+    known = limits.measured(threads_of_last, lower)
+    work, batch = OpWork(programs[FP32], inputs), _batch(programs[FP32])
+    made = profile_of(model, timed, work, known, said, batch, precisions)
     return replace(made, drawing=drawing_of(program, ms_of_values(program, timed[last.title].kernels)))
 
 

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import fx
-
 from tsopt.compiler.graph.drawing import Drawn
-from tsopt.compiler.graph.origin import module_of, origin_of
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import UsageError
 from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.document import framed
 from tsopt.runtime.page.graph import with_times
 from tsopt.runtime.page.table import page_of
-from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
-from tsopt.runtime.profiling.limits import Limits
+from tsopt.runtime.profiling.limits import Limits, narrowed
 from tsopt.runtime.profiling.training import TrainingEstimate
-from tsopt.runtime.profiling.work import OpWork, Work
+from tsopt.runtime.profiling.work import Work
 from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, text_table, three_digits
 from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 ELSEWHERE = "elsewhere in the engine"
 WHOLE = "the whole call"
 TOP = 20  # layers in a text; --json and markdown have all of them
-# Of the time of a call, and times the limit: layers that take less, or are faster still, say nothing about the machine.
-LEAST_SHARE, PLAUSIBLE = 0.02, 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +33,13 @@ class LayerTime:
         layer: its module path; the name of its value where it belongs to no module.
         op: `linear`, `scaled_dot_product_attention`.
         where: module path and source line.
+        source: the source line alone; empty where it is not known.
         ms: for a call, by engine; none where the engine has fused it into another layer.
         kernels: the engine's names of what it runs, by engine.
         work: in a call in full precision, whatever the engines compute in.
-        at_best: milliseconds that this machine needs for it at least; None where that has not been measured.
+        precision: in which the last engine computes it.
+        at_best: milliseconds that this machine needs for it at least in that precision; None where that has not been
+            measured.
     """
 
     layer: str
@@ -51,6 +49,8 @@ class LayerTime:
     kernels: Mapping[str, tuple[str, ...]]
     work: Work = field(default_factory=Work)
     at_best: float | None = None
+    source: str = ""
+    precision: str = FP32
 
     def limit(self, engine: str) -> float | None:
         """The share of the machine's limit that an engine reaches; None where one of the two is not known."""
@@ -67,7 +67,7 @@ class Profile:
         elsewhere: milliseconds between kernels, and in kernels that belong to no known layer, by engine.
         calls: milliseconds of the whole call while the engine's profiler is on, by engine.
         work: of the whole call, in full precision.
-        limits: of this machine, in float32; None where the engine that runs computes in another precision.
+        limits: of this machine; None where they were not measured.
         batch: samples in a call: the size of the first axis of all inputs; None where they do not agree on it.
         notes: what is missing, and why.
         training: an estimate, where one was asked for.
@@ -112,6 +112,12 @@ class Profile:
         times = (f"{engine} ms" for engine in self.engines)
         return ("layer", "op", "MMACs", "MB", *times, "share", "of limit", "kernel")
 
+    @property
+    def full_header(self) -> tuple[str, ...]:
+        """For tables that are not in a terminal, which has no room for all of it."""
+        layer, op, macs, _, *others = self.header
+        return (layer, "line", op, "in", macs, "MB read", "MB of weights", "MB written", "MACs/byte", *others)
+
     def cells(self, top: int | None = None) -> list[tuple[str, ...]]:
         """Rows under `header`: the layers, what is left, and the whole call.
 
@@ -129,6 +135,18 @@ class Profile:
             rows.append(self._cells(f"{len(others)} more layers", "", macs, rest))
         rows.append(self._cells(ELSEWHERE, "", None, self.elsewhere))
         rows.append(self._cells(WHOLE, "", self.work, self.calls))
+        return rows
+
+    def full_cells(self) -> list[tuple[str, ...]]:
+        """Rows under `full_header`."""
+        rows = []
+        for number, (name, op, macs, _, *others) in enumerate(self.cells()):
+            layer = self.layers[number] if number < len(self.layers) else None
+            work = self.work if name == WHOLE else Work() if layer is None else layer.work
+            line, precision = ("", "") if layer is None else (layer.source, layer.precision)
+            intensity = "-" if layer is None or not layer.work.macs else three_digits(layer.work.intensity or 0.0)
+            moved = map(_millions, (work.inputs, work.weights, work.outputs))
+            rows.append((name, line, op, precision, macs, *moved, intensity, *others))
         return rows
 
     def _cells(
@@ -166,7 +184,7 @@ class Profile:
     def markdown(self) -> str:
         """All layers as a GitHub markdown table."""
         heading = f"### {markdown_cell(self.model)}"
-        table = markdown_table(self.header, self.cells())
+        table = markdown_table(self.full_header, self.full_cells())
         return markdown_blocks([heading], table, [f"- {markdown_cell(remark)}" for remark in self.remarks])
 
     @property
@@ -175,16 +193,17 @@ class Profile:
         times: list[Series] = []
         rates: list[Series] = []
         for engine in self.engines:
-            timed = [item for item in self.layers if engine in item.ms]
-            wall = ((item.work.bytes / 1e6, item.ms[engine], _told(item, engine)) for item in timed)
-            roof = (
-                (item.work.intensity or 0.0, item.work.macs / 1e6 / (item.ms[engine] or math.inf), _told(item, engine))
-                for item in timed
-            )
+            wall, roof = [], []
+            for item in (item for item in self.layers if engine in item.ms):
+                precision = item.precision if engine == self.engines[-1] else FP32
+                work, ms, said = narrowed(item.work, precision), item.ms[engine], _told(item, engine)
+                wall.append((work.bytes / 1e6, ms, said))
+                roof.append((work.intensity or 0.0, work.macs / 1e6 / (ms or math.inf), said))
             times.append(Series(engine, tuple(wall)))
             rates.append(Series(engine, tuple(roof)))
         if self.limits is not None:
-            rates.append(_roof(self.limits, [item.work.intensity or 0.0 for item in self.layers]))
+            known = [value for series in rates for value, _, _ in series.points]
+            rates += [_roof(self.limits, precision, known) for precision in (FP32, *self.limits.lowered)]
         return [
             Chart("Time over working set", "MB read and written", "ms of a call", tuple(times)),
             Chart("Roofline", "multiply-accumulates per byte", "GMAC/s", tuple(rates)),
@@ -196,7 +215,7 @@ class Profile:
         last = self.engines[-1]
         said = f"A call takes {milliseconds(self.calls[last])} ms in {last} while its profiler is on."
         program = with_times(self.drawing, self.calls[last], last) if self.drawing else {}
-        return page_of(self.model, said, self.charts, self.header, self.cells(), self.remarks, program)
+        return page_of(self.model, said, self.charts, self.full_header, self.full_cells(), self.remarks, program)
 
     def _repr_html_(self) -> str:
         return framed(self.html, "tsopt profile")
@@ -210,9 +229,12 @@ class Profile:
                     "layer": item.layer,
                     "op": item.op,
                     "where": item.where,
+                    "source": item.source,
                     "ms": dict(item.ms),
                     "kernels": {engine: list(names) for engine, names in item.kernels.items()},
                     **asdict(item.work),
+                    "intensity": item.work.intensity,
+                    "precision": item.precision,
                     "ms_at_best": item.at_best,
                 }
                 for item in self.layers
@@ -230,103 +252,21 @@ class Profile:
         return "\n".join([*text_table(self.header, self.cells(TOP)), *self.remarks])
 
 
-@dataclass
-class _Row:
-    layer: str
-    op: str
-    where: str
-    ms: dict[str, float] = field(default_factory=dict)
-    kernels: dict[str, dict[str, None]] = field(default_factory=dict)
-    nodes: list[fx.Node] = field(default_factory=list)
-
-    def add(self, engine: str, kernel: Kernel) -> None:
-        """Takes one more kernel. A layer is told by its most telling op."""
-        if kernel.node is not None and rank(op_of(kernel.node)) < rank(self.op):
-            self.op = op_of(kernel.node)
-        self.ms[engine] = self.ms.get(engine, 0.0) + kernel.ms
-        self.kernels.setdefault(engine, {})[kernel.name] = None
-
-    def made(self, work: OpWork | None, limits: Limits | None) -> LayerTime:
-        kernels = {engine: tuple(names) for engine, names in self.kernels.items()}
-        done = Work() if work is None else work.of(self.nodes)
-        at_best = None if limits is None else limits.seconds(done) * 1e3
-        return LayerTime(self.layer, self.op, self.where, self.ms, kernels, done, at_best)
-
-
-class _Rows:
-    """The rows of a table, by where a node comes from."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str], _Row] = {}
-
-    def of(self, node: fx.Node) -> _Row:
-        where, op = origin_of(node) or node.name, op_of(node)
-        # What an engine or a pass has made of a layer keeps its module; without one, a line may have several ops.
-        key = (where, "" if node.meta.get("module") else op)
-        return self._found.setdefault(key, _Row(module_of(node), op, where))
-
-    def __iter__(self) -> Iterator[_Row]:
-        return iter(self._found.values())
-
-
-def profile_of(
-    model: str,
-    timed: Mapping[str, Timed],
-    work: OpWork | None = None,
-    limits: Limits | None = None,
-    notes: Sequence[str] = (),
-    batch: int | None = None,
-) -> Profile:
-    """The profile of a model.
-
-    Args:
-        timed: its kernels in each of these engines, by title; the last one is what runs.
-        work: of the ops of its program in float32.
-        limits: of this machine, if the last engine computes in float32 as well.
-        batch: samples in a call.
-    """
-    rows = _Rows()
-    known = dict.fromkeys(timed, 0.0)
-    for engine, found in timed.items():
-        for kernel in found.kernels:
-            if kernel.node is not None:
-                rows.of(kernel.node).add(engine, kernel)
-                known[engine] += kernel.ms
-    for node in work or ():
-        rows.of(node).nodes.append(node)
-    *_, last = timed
-    limits = _at_least_reached(limits, rows, work, known) if limits and work else limits
-    layers = sorted((row.made(work, limits) for row in rows if row.ms), key=lambda item: -item.ms.get(last, 0.0))
-    calls = {engine: found.ms for engine, found in timed.items()}
-    elsewhere = {engine: max(calls[engine] - known[engine], 0.0) for engine in timed}
-    whole = Work() if work is None else work.of(list(work))
-    return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, whole, limits, batch, tuple(notes))
-
-
-def _at_least_reached(limits: Limits, rows: Iterable[_Row], work: OpWork, known: Mapping[str, float]) -> Limits:
-    """Limits that no layer exceeds by a little: probes of half a second may have met the machine in a slower moment."""
-    fastest = limits.macs
-    for row in rows:
-        macs = work.of(row.nodes).macs if row.nodes else 0
-        told = [ms for engine, ms in row.ms.items() if ms >= LEAST_SHARE * known[engine] > 0]
-        rates = [macs / ms * 1e3 for ms in told]
-        fastest = max([fastest, *(rate for rate in rates if rate <= PLAUSIBLE * limits.macs)])
-    return replace(limits, macs=fastest)
-
-
 def _told(layer: LayerTime, engine: str) -> str:
     return f"{layer.layer} ({layer.op}) in {engine}: {milliseconds(layer.ms[engine])} ms"
 
 
-def _roof(limits: Limits, intensities: Sequence[float]) -> Series:
-    """What no layer exceeds whose working set does not fit into a cache."""
+def _roof(limits: Limits, precision: str, intensities: Sequence[float]) -> Series:
+    """What no layer in a precision exceeds whose working set does not fit into a cache."""
+    rate = limits.rate(precision) or 0.0
     known = [value for value in intensities if value > 0]
     bandwidth = limits.moved[-1][1]
-    ridge = limits.macs / bandwidth
+    ridge = rate / bandwidth
     places = sorted({min([*known, ridge]) / 2, ridge, 2 * max([*known, ridge])})
-    rates = ((place, min(limits.macs, place * bandwidth) / 1e9) for place in places)
+    rates = ((place, min(rate, place * bandwidth) / 1e9) for place in places)
     points = tuple((x, y, f"at most {three_digits(y)} GMAC/s") for x, y in rates)
-    return Series("limit of this machine", points, is_line=True)
+    name = "limit of this machine" + ("" if precision == FP32 else f" in {precision}")
+    return Series(name, points, is_line=True)
 
 
 def _millions(count: int) -> str:
