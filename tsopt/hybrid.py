@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from types import MemberDescriptorType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -23,6 +23,7 @@ from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.report import Report
 
 Model = TypeVar("Model", bound=Callable[..., Any])
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)  # all other callables have state
 CLASS: Any = vars(object)["__class__"]  # past what hybrids tell
 
 
@@ -74,7 +75,9 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
         return _module(original, Compiled(original, background, options))
     if not callable(original):
         raise UsageError(f"a {type(original).__name__} cannot be hybridized", fix="pass an nn.Module or a function")
-    return _function(original, Compiled(original, background, options))
+    if isinstance(original, FUNCTIONS):
+        return _function(original, Compiled(original, background, options))
+    return _Callable(original, Compiled(original, background, options))
 
 
 def wait(model: Any, seconds: float | None = None) -> bool:
@@ -253,3 +256,39 @@ def _function(function: Callable[..., Any], compiled: Compiled) -> Callable[...,
 
     hybrid._tsopt_compiled = compiled  # type: ignore[attr-defined]
     return hybrid
+
+
+class _Callable:
+    """A callable object whose calls are compiled. Its attributes and methods are the object's own."""
+
+    def __init__(self, wrapped: Callable[..., Any], compiled: Compiled) -> None:
+        vars(self).update(__wrapped__=wrapped, _tsopt_compiled=compiled, __doc__=wrapped.__doc__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tsopt_compiled(args, kwargs, self.__wrapped__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["__wrapped__"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__wrapped__, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__wrapped__, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.__wrapped__)
+
+    def __copy__(self) -> Any:
+        return self._again(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._again(copy.deepcopy(self.__wrapped__, memo))
+
+    def _again(self, wrapped: Callable[..., Any]) -> Any:
+        compiled = self._tsopt_compiled
+        return hybridize(wrapped, background=compiled.background, **compiled.options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the original: a compiled form belongs to its process."""
+        return original_of, (self.__wrapped__,)

@@ -381,3 +381,47 @@ def test_among_threads_what_they_load_stays_and_all_else_goes_back():
     assert model.running_var is variance
     assert not hasattr(model, "calls")
     assert torch.get_default_dtype() == torch.float32
+
+
+class Attributed(nn.Module):
+    """Writes a buffer and a tensor that is no buffer, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(2))
+        self.last, self.calls = torch.zeros(2), 0
+
+    def forward(self, x):
+        self.sum += x
+        self.last.copy_(x)
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_tensors_in_attributes_are_put_back_and_modules_that_a_function_reads_are_too(as_function):
+    module = Attributed()
+    model = (lambda x: module(x)) if as_function else module
+    with protected(model):
+        model(torch.ones(2))
+    assert (module.sum.tolist(), module.last.tolist(), module.calls) == ([0, 0], [0, 0], 0)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_what_a_call_leaves_in_modules_is_seen(as_function):
+    module = Attributed()
+    model = (lambda x: module(x)) if as_function else module
+    assert not is_untouched(model, lambda: model(torch.ones(2)))
+    assert is_untouched(model, lambda: None)
+    assert not is_untouched(Net(torch.relu), lambda: module.last.add_(1), [module.last])
+
+
+def test_a_function_whose_capture_fails_leaves_a_module_around_it_as_it_was():
+    module = Attributed()
+
+    def model(x):
+        return module(x) * float(x.numpy().sum())
+
+    with pytest.raises(CaptureError):
+        capture(model, torch.ones(2))
+    assert (module.sum.tolist(), module.last.tolist(), module.calls) == ([0, 0], [0, 0], 0)

@@ -119,3 +119,47 @@ def test_copies_of_other_objects_of_its_class_are_made_as_the_models_class_says(
     other = type(tsopt.hybridize(Single().eval(), **QUICK))()
     assert copy.copy(other) is copy.deepcopy(other) is other
     assert other.__reduce_ex__(2) == "SINGLE"
+
+
+class Predictor:
+    """A callable object with a state and a method."""
+
+    def __init__(self):
+        self.k = 2.0
+
+    def __call__(self, x):
+        return x * self.k
+
+    def half(self, x):
+        return self(x) / 2
+
+
+def test_a_callable_object_keeps_its_attributes_and_methods(always_faster, calls):
+    original = Predictor()
+    net = tsopt.hybridize(original, **QUICK, audit=0)
+    close(net(X), X * 2)
+    net.k = 5.0
+    assert original.k == net.k == 5.0
+    close(net(X), X * 5)
+    close(net.half(X), X * 2.5)
+    assert len(calls) == 2
+    assert "half" in dir(net)
+    del net.k
+    assert not hasattr(original, "k")
+    assert tsopt.hybridize(net, active=False) is original
+    assert tsopt.report(net) is not None
+
+
+@pytest.mark.parametrize(
+    ("again", "is_hybrid"),
+    [(copy.copy, True), (copy.deepcopy, True), (lambda net: pickle.loads(pickle.dumps(net)), False)],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_callable_object_is_copied_like_a_module(always_faster, again, is_hybrid):
+    net = tsopt.hybridize(Predictor(), **QUICK)
+    net(X)
+    other = again(net)
+    other.k = 3.0
+    close(other(X), X * 3)
+    assert net.k == 2.0
+    assert hasattr(other, "_tsopt_compiled") == is_hybrid

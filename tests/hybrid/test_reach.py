@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.hybrid.models import QUICK, X, close
+from tests.hybrid.models import QUICK, X, close, eager
 
 
 class Holds:
@@ -210,3 +210,171 @@ def test_a_part_that_torchscript_holds_is_called(always_faster, tmp_path, made):
     with torch.no_grad():
         for _ in range(2):
             close(net(X), model[1](model[0](X)))
+
+
+class Defaults:
+    """A configuration whose values are those of its class until somebody sets them."""
+
+    scale = 2.0
+
+
+class WithDefaults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.layer = Defaults(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.layer(x) * self.config.scale
+        return x + 1 if getattr(self.config, "shifted", False) else x
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 3.0), ("shifted", True)])
+def test_an_attribute_that_an_object_gains_is_used(always_faster, calls, name, value):
+    net = tsopt.hybridize(WithDefaults().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        net.config.note = "nothing reads it"
+        net(X)
+        assert len(calls) == 1
+        setattr(net.config, name, value)
+        close(net(X), eager(net))
+        assert len(calls) == 2
+
+
+class Gaining:
+    """Counts its calls in an attribute that is not there before the first one."""
+
+    def seen(self):
+        self.count = getattr(self, "count", 0) + 1
+        return self.count
+
+
+GAINING = Gaining()
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_a_global_object_that_gains_an_attribute_in_each_call_is_outside_of_the_model(always_faster):
+    net = tsopt.hybridize(lambda x: x * GAINING.seen(), **QUICK)
+    for number in range(1, 6):
+        close(net(X), X * number)
+
+
+class InList(nn.Module):
+    """Reads a value of its own from a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = [1.0]
+
+    def forward(self, x):
+        return x * self.gain[0]
+
+
+def test_each_module_is_looked_at_however_many_there_are(always_faster, calls):
+    net = tsopt.hybridize(nn.Sequential(*(InList() for _ in range(600))).eval(), **QUICK, audit=0)
+    with torch.no_grad():
+        net(X)
+        net[599].gain[0] = 2.0
+        close(net(X), X * 2)
+
+
+MANY = [torch.eye(8) for _ in range(80)]
+
+
+def through_many(x):
+    for weight in MANY:
+        x = x @ weight
+    return x
+
+
+def test_tensors_in_a_long_list_are_watched(always_faster, calls):
+    net = tsopt.hybridize(through_many, **QUICK, audit=0)
+    with torch.no_grad():
+        net(X)
+        MANY[79].mul_(2)
+        try:
+            close(net(X), X * 2)
+        finally:
+            MANY[79].div_(2)
+    assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_gradients_reach_tensors_in_a_long_list(always_faster):
+    net = tsopt.hybridize(through_many, **QUICK)
+    with torch.no_grad():
+        net(X)
+    MANY[70].requires_grad_()
+    try:
+        net(X).sum().backward()
+        assert MANY[70].grad is not None
+    finally:
+        MANY[70] = MANY[70].detach().requires_grad_(False)
+
+
+def test_modules_in_a_long_list_are_followed(always_faster, calls):
+    layers = [InList() for _ in range(80)]
+
+    def run(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    net = tsopt.hybridize(run, **QUICK, audit=0)
+    net(X)
+    layers[79].gain[0] = 2.0
+    close(net(X), X * 2)
+    assert len(calls) == 2
+
+
+class Encoder(nn.Module):
+    """One of whose methods is a hybrid."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    @tsopt.hybridize(**QUICK)
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_reach_a_module_that_a_call_is_given(always_faster, first):
+    model = nn.Sequential(Encoder(), nn.Linear(8, 1))
+    if first:
+        with torch.no_grad():
+            model(X)
+    model(X).sum().backward()
+    assert model[0].layer.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_gradients_reach_a_module_of_an_object_that_a_call_is_given(always_faster):
+    class Agent:
+        def __init__(self):
+            self.known = {nn.Linear(8, 8)}
+
+    agent = Agent()
+
+    @tsopt.hybridize(**QUICK)
+    def act(agent, x):
+        (layer,) = agent.known
+        return layer(x)
+
+    act(agent, X).sum().backward()
+    (layer,) = agent.known
+    assert layer.weight.grad is not None
+
+
+def test_an_attribute_of_a_hybrid_function_is_read(always_faster, calls):
+    @tsopt.hybridize(**QUICK, audit=0)
+    def scaled(x):
+        return x * scaled.scale
+
+    scaled.scale = 2.0
+    close(scaled(X), X * 2)
+    scaled.scale = 3.0
+    close(scaled(X), X * 3)
+    assert len(calls) == 2

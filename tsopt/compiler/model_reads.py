@@ -24,7 +24,7 @@ from tsopt.compiler.contents import HEAP_TYPE, is_installed, is_library, package
 from tsopt.compiler.places import ABSENT, InContext, InThread, OfClass
 
 SEARCHED = 4000  # containers and objects that are looked through
-PARTS = 64  # of a container that is looked through
+PARTS = 64  # of a container that is looked through; of longer ones, only modules are
 FIXED = (property, classmethod, staticmethod, BuiltinFunctionType)  # nothing that counts can be set on them
 LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size, *FIXED)
 MOST = frozenset({str, int, float, bool, type(None), torch.Tensor, nn.Parameter})  # of all values
@@ -177,7 +177,8 @@ class _Search:
             self.found.objects.append(value)
             attributes = attributes | in_slots(value)
         for some in (parts, list(attributes.values())):
-            self._parts_left += reversed(some) if len(some) <= PARTS else ()
+            kept = some if len(some) <= PARTS else [item for item in some if isinstance(item, nn.Module)]
+            self._parts_left += reversed(kept)
 
     def _class(self, cls: type, *, is_held: bool) -> None:
         """The attributes of a class that is made in Python, of those that are read by name.
@@ -247,6 +248,7 @@ class _Search:
         made_in, code = function.__globals__.get("__name__"), function.__code__
         if package_of(made_in) == "tsopt":  # a hybrid, of which the model reads no more than what it was made of
             self._value(vars(function).get("__wrapped__"))
+            self._namespace(vars(function))
             return
         if id(code) not in self._names:
             self._names[id(code)] = frozenset(names_in(code))

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.calls.snapshot import in_slots, set_attribute, slot_names
 from tsopt.compiler.contents import Contents
+from tsopt.compiler.model_reads import reads_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.quiet import unwarned
 from tsopt.compiler.random_state import RandomState
@@ -37,9 +38,10 @@ def protected(
     """Runs a block in which the model may be called and traced, then puts back what that changed.
 
     Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the memory of
-    parameters (a model may convert its own), the values of buffers, random number generators, default dtype, thread
-    count, grad mode, warning filters; and, where no other thread may have changed them, environment variables and the
-    working directory; the variable that torch's compiler sets in any case.
+    parameters (a model may convert its own), the values of buffers and of other tensors in attributes, random number
+    generators, default dtype, thread count, grad mode, warning filters; and, where no other thread may have changed
+    them, environment variables and the working directory; the variable that torch's compiler sets in any case. Of a
+    function, that is so of the modules that its code reads.
 
     Args:
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
@@ -48,13 +50,14 @@ def protected(
         draws: the block may draw random numbers. Otherwise they are put back only where no other thread runs, which
             would draw once more what it has drawn meanwhile.
     """
-    modules, written = modules_of(model), list(written)
+    modules, written = _modules_reached(model), list(written)
     attributes = Attributes(modules)
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
     tables = _tables_with(written if among_threads else (), modules)
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
-    known = written if among_threads else (*buffers, *written)
+    plain = [t for m in modules for t in vars(m).values() if isinstance(t, torch.Tensor) and _has_values(t)]
+    known = written if among_threads else (*buffers, *plain, *written)
     values = [(t, t.detach().clone()) for t in {id(t): t for t in known}.values() if _has_values(t)]
     mine = {id(tensor) for tensor in written}
     random_state = RandomState.now()
@@ -162,6 +165,13 @@ def modules_of(model: Any) -> list[nn.Module]:
     """The modules behind what is called; none for a function."""
     model = model.module if isinstance(model, InEvalMode) else model
     return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
+def _modules_reached(model: Any) -> list[nn.Module]:
+    """The modules behind what is called; of a function, those that its code reads."""
+    if callable(model) and not isinstance(model, (nn.Module, InEvalMode)):
+        return reads_of(model).modules
+    return modules_of(model)
 
 
 def training_of(modules: Iterable[nn.Module]) -> list[bool]:
@@ -279,11 +289,15 @@ class Attributes:
         )
 
 
-def is_untouched(model: Any, call: Callable[[], Any]) -> bool:
-    """Makes a call, and tells whether it has left the attributes of all modules as they were, and the buffers."""
-    modules = modules_of(model)
+def is_untouched(model: Any, call: Callable[[], Any], tensors: Iterable[torch.Tensor] = ()) -> bool:
+    """Makes a call, and tells whether it has left the attributes of all modules as they were, and the buffers.
+
+    Args:
+        tensors: others that have to be as they were.
+    """
+    modules = _modules_reached(model)
     attributes = Attributes(modules)
-    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor)]
+    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor)] + [*tensors]
     versions = [None if t.is_inference() else t._version for t in buffers]
     call()
     return attributes.are_same() and versions == [None if t.is_inference() else t._version for t in buffers]

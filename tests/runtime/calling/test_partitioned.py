@@ -288,3 +288,51 @@ def test_what_the_callers_progress_raises_is_the_callers(step, error):
 
     with pytest.raises(type(error), match="stop"):
         tsopt.optimize(Branches().eval(), X, progress=progress, **QUICK)
+
+
+class Peak(nn.Module):
+    """Divides by the largest value so far, which it keeps in a plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.peak = nn.Linear(8, 8), torch.zeros(())
+
+    def forward(self, x):
+        y = self.layer(x)
+        size = float(y.numpy().size)  # here the graph breaks
+        self.peak.copy_(torch.maximum(self.peak, y.abs().max()))
+        return y / self.peak * size
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * float(x.numpy().size)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_plain_tensor_is_left_as_it_was(in_parts, request):
+    if in_parts:
+        request.getfixturevalue("parts_win")
+    model = Peak().eval().requires_grad_(False)
+    optimized(model)
+    assert model.peak == 0
+
+
+def test_buffers_of_a_module_around_which_a_function_closes_are_left_as_they_were():
+    module = Counts()
+    optimized(lambda x: module(x))
+    assert module.calls == 0
+
+
+def test_a_plain_tensor_is_written_as_by_the_model(parts_win):
+    model = Peak().eval().requires_grad_(False)
+    fast, wanted = optimized(model), Peak().eval().requires_grad_(False)
+    wanted.load_state_dict(model.state_dict())
+    for factor in (1.0, 3.0, 0.5):
+        torch.testing.assert_close(fast(X * factor), wanted(X * factor))
+    torch.testing.assert_close(model.peak, wanted.peak)

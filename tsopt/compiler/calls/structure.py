@@ -80,6 +80,12 @@ class Structure:
         name = name or self.named.rpartition(":")[2]
         return f"{name}{{{inner}}}"
 
+    def walk(self) -> Iterator[Structure]:
+        """Itself and all that is below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
     @property
     def leaf_count(self) -> int:
         return len({index for index, _ in self.paths()})

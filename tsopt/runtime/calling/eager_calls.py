@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.calls.snapshot import holders
+from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.protect import modules_of, training_of
 from tsopt.errors import CaptureError
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection
@@ -94,10 +95,10 @@ class EagerCalls:
         if any(tensor.requires_grad for tensor in (watch or self._search()).tensors):
             return True
         try:
-            leaves, _ = flatten((args, kwargs))
+            leaves, structure = flatten((args, kwargs))
         except CaptureError:  # it contains itself: whatever it holds, it is a call for eager
             return True
-        return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
+        return any(getattr(leaf, "requires_grad", False) for leaf in leaves) or _holds_weights(structure)
 
     def _search(self) -> Watch:
         """The model as it is, looked through again only after a change."""
@@ -105,3 +106,13 @@ class EagerCalls:
         if found is None or found.changed():
             found = self._searched = Watch(self._model)
         return found
+
+
+def _holds_weights(structure: Structure) -> bool:
+    """Whether a call is given modules, or objects that hold some, with parameters that require gradients.
+
+    Modules are constants of a call, and not data: `self` of a method, or a layer that is passed to a function.
+    """
+    objects = [item.value for item in structure.walk() if item.kind == "const" and item.contents]
+    modules = [item for item in holders(*objects) if isinstance(item, nn.Module)] if objects else []
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())

@@ -204,8 +204,7 @@ class Watch:
             for (place, name), before in zip(found.slots, self._values, strict=True)
             if id(place) not in outside and not alike(place.get(name, ABSENT), before)
         ]
-        for table, known in zip(found.tables, found.known, strict=True):
-            names += [repr(name) for name in table if name not in known and name in self.asks]
+        names += self._gained(outside=False)
         lengths = zip(found.sized, self._lengths, strict=True)
         names += [f"a {kind_of(held)}" for held, size in lengths if len(held) != size and id(held) not in outside]
         return names
@@ -225,11 +224,19 @@ class Watch:
             for slot, before in zip(found.slots, self._values, strict=True)
             if id(slot[0]) in outside and not alike(slot[0].get(slot[1], ABSENT), before)
         ]
+        names += self._gained(outside=True)
         classes = zip(found.classes, self._classes, strict=True)
         names += [repr(name) for (cls, name), before in classes if not alike(getattr(cls, name, ABSENT), before)]
         cells = zip(found.cells, self._cells, strict=True)
         names += ["a variable of a closure" for cell, before in cells if not alike(content_of(cell), before)]
         return names
+
+    def _gained(self, *, outside: bool) -> list[str]:
+        """Attributes that objects have gained, and code reads: of those outside of all modules, or of the others."""
+        found = self._found
+        tables = zip(found.tables, found.known, strict=True)
+        asked = ((table, known) for table, known in tables if (id(table) in found.outside) == outside)
+        return [repr(name) for table, known in asked for name in table if name not in known and name in self.asks]
 
     def leave_out_changes(self) -> None:
         """What differs now, tensors apart, was changed by the model's own call: it does not count any more."""

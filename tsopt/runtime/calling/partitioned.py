@@ -40,6 +40,7 @@ from tsopt.runtime.calling.graph_parts import FOR_ALL, MOST_LATER, Graph, Purse,
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.weights import Weights
+from tsopt.runtime.calling.written_state import state_of
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.judge import Judge
@@ -144,7 +145,8 @@ class Partitioned(DropIn):
         with torch.no_grad(), kept_outside(self.model):
             if beside_others and (draws or not _copy_leaves_no_trace(self.model, call)):
                 return None  # nobody knows what to put back, and what is theirs
-            return difference(self._run, self.model, call, runs_python=True, draws=draws, traceless=beside_others)
+            known: dict[str, Any] = {"state": () if beside_others else state_of(self.model), "traceless": beside_others}
+            return difference(self._run, self.model, call, runs_python=True, draws=draws, **known)
 
     def unwatched(self) -> None:
         """Turns off audits, for a caller that audits it and watches the weights itself. Calls run in its modes."""
@@ -272,8 +274,8 @@ def optimize_partitioned(
     wait = device_wait(example_input)
     lease = Lease(optimize, progress, wait)
     parts = lease.parts
-    state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
-    with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
+    state = state_of(model)
+    with protected(model, written=state), silent("torch._dynamo", "torch._dynamo.convert_frame"):
         dynamo_regions.forget_the_ended()
         title, run = _compiled(model if script is None else script, parts.backend)
         parts.region = dynamo_regions.region_of(run)
@@ -288,7 +290,7 @@ def optimize_partitioned(
                 spent = [traced, *first_calls(run, inputs, wait)]
             progress(f"check {title}")
             verdict = oracle.judge(run)
-            leaves_no_trace = _leaves_no_trace(model, inputs[0])
+            leaves_no_trace = _leaves_no_trace(model, inputs[0], state)
             known: dict[str, float] = {}
             if verdict.ok:  # both have been called several times: in a warm-up, each call of a detector takes seconds
                 with torch.no_grad():
@@ -321,10 +323,10 @@ def optimize_partitioned(
     return Partitioned(model, run, report, audits, on_gradients, lease, leaves_no_trace=leaves_no_trace)
 
 
-def _leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:
-    """Whether a call changes no attribute and no buffer, and draws no random numbers."""
+def _leaves_no_trace(model: Callable[..., Any], example: Example, state: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether a call changes no attribute, no buffer and none of these tensors, and draws no random numbers."""
     call, before = InputSet("example", example).clone(), RandomState.now()
-    return is_untouched(model, lambda: model(*call.args, **call.kwargs)) and before.is_current()
+    return is_untouched(model, lambda: model(*call.args, **call.kwargs), state) and before.is_current()
 
 
 def _copy_leaves_no_trace(model: Callable[..., Any], example: Example) -> bool:

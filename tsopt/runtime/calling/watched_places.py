@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -15,7 +16,8 @@ from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, content_of
 from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name, readable, values_of
 
 CONTENTS = 64  # values in a container that is compared at each call; of longer ones, it is how many
-MOST = 512  # and how many containers and objects
+MOST = 512  # and how many containers and objects, those apart that modules, functions and globals hold themselves
+MOST_TENSORS = 8192  # in long containers
 OWN = (*TABLES, *HOOKS, "training")  # of each module
 ORDERED = ("_modules", *HOOKS)  # tables whose order counts
 Slot = tuple[Mapping[str, Any], str]
@@ -27,10 +29,11 @@ class WatchedPlaces:
     containers: lists, and dicts whose values count: tables of parameters, buffers, modules, and of hooks.
     empty: tables that held nothing.
     slots: single values in dictionaries.
-    tensors: what containers hold.
+    tensors: what containers hold, long ones too.
     keyed, sized: containers that are not a module's own: dicts, whose keys count, and all, whose lengths do.
     long: those of `sized` whose values are too many to be compared at each call.
-    tables: attributes of each module, and `known`, the names among them; `whole`: those with all of OWN.
+    tables: attributes of each module and plain object, and `known`, the names among them; `whole`: those with all of
+        OWN.
     typed: modules and objects, whose classes count.
     outside: ids of those of containers, and of dictionaries of slots, that no module holds.
     """
@@ -46,7 +49,7 @@ class WatchedPlaces:
         self.typed: list[Any] = [*reads.modules]
         self.cells: list[CellType] = reads.cells
         self.functions, self.classes = reads.functions, reads.classes
-        self.tables = [module.__dict__ for module in reads.modules]
+        self.tables: list[Mapping[str, Any]] = [module.__dict__ for module in reads.modules]
         self.whole = [table for table in self.tables if all(name in table for name in OWN)]
         self.known: list[frozenset[str]] = []
         self._seen: set[int] = set()
@@ -64,13 +67,13 @@ class WatchedPlaces:
         self.empty = [table for table in held if not table]
         inside = len(self.slots) - len(reads.places)
         self._below([place[name] for place, name in self.slots[:inside]], reads.names)
-        mine = {id(held) for held in (*self.containers, *self.empty, *self.long)}
+        mine = {id(held) for held in (*self.containers, *self.empty, *self.long, *self.tables)}
         mine |= {id(place) for place, _ in self.slots[:inside] + self.slots[inside + len(reads.places) :]}
         values = [place[name] for place, name in reads.places]
         values += [getattr(cls, name) for cls, name in self.classes]
         values += [content_of(cell) for cell in self.cells]
         self._below([*values, *reads.objects, *reads.held], reads.names)
-        everything = (*self.containers, *self.empty, *self.long, *(place for place, _ in self.slots))
+        everything = (*self.containers, *self.empty, *self.long, *self.tables, *(place for place, _ in self.slots))
         self.outside = {id(held) for held in everything} - mine
         self.slots += [(table, name) for table in self.whole for name in ORDERED if len(table[name]) > 1]
         self.measure()
@@ -78,12 +81,16 @@ class WatchedPlaces:
     def _below(self, values: list[Any], names: set[str]) -> None:
         """What containers and plain objects hold, however deep, as long as it is little."""
         todo, left = values[::-1], MOST
-        while todo and left:
+        direct = {id(value) for value in values}
+        while todo:
             value = todo.pop()
             if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
                 continue
+            if id(value) not in direct:
+                if not left:
+                    continue
+                left -= isinstance(value, CONTAINERS) or hasattr(value, "__dict__")
             self._seen.add(id(value))
-            left -= isinstance(value, CONTAINERS) or hasattr(value, "__dict__")
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
             elif isinstance(value, CONTAINERS):
@@ -92,11 +99,16 @@ class WatchedPlaces:
                 todo += elements_of(value)[:CONTENTS]
             elif not isinstance(value, (FunctionType, *LEAVES)):
                 attributes = attributes_by_name(value)
+                own: Any = getattr(value, "__dict__", None)
+                if own is (attributes.maps[0] if isinstance(attributes, ChainMap) else attributes):
+                    self.tables.append(own)  # not of `threading.local`, which has others in each thread
                 # Flags may be read by names that are computed, such as those of transformers' configurations.
-                own = [name for name, held in attributes.items() if name in names or held is None or type(held) is bool]
-                self.slots += [(attributes, name) for name in own]
+                read = [
+                    name for name, held in attributes.items() if name in names or held is None or type(held) is bool
+                ]
+                self.slots += [(attributes, name) for name in read]
                 self.typed += [value] if type(value).__flags__ & HEAP_TYPE else []  # others keep their class
-                todo += [attributes[name] for name in own]
+                todo += [attributes[name] for name in read]
 
     def _container(self, value: Any) -> list[Any]:
         """Adds a container; returns what it holds, if that is little."""
@@ -109,6 +121,8 @@ class WatchedPlaces:
         if id(value) not in self._of_process:
             self.sized.append(held)
             self.long.append(held)
+            inside = [item for item in values_of(held) if isinstance(item, torch.Tensor)]
+            self.tensors += inside[: max(0, MOST_TENSORS - len(self.tensors))]
         return []
 
     def add_new(self, names: frozenset[str]) -> None:
