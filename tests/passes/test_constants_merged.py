@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.passes.examples import FLOATS, INTS, NARROW, N, With
 from tests.passes.helpers import check, check_declines, check_fires, specials
-from tsopt import capture, transform
+from tsopt import capture, compile, transform
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import ALGEBRA, CANONICALIZE, DeadCode, FoldConstants, constants
@@ -75,6 +76,13 @@ def test_integer_factors_and_terms_become_one_where_they_wrap(dtype):
 
 
 @pytest.mark.parametrize(
+    "function", [lambda x: (x + 0.1 + 0.2).floor(), lambda x: (x - 0.7 + 0.1) >= 3, lambda x: (1 + (x + 0.3)).long()]
+)
+def test_terms_stay_where_the_last_digit_of_their_sum_decides(function):
+    check_declines(constants.add_add, function, torch.arange(-200, 200) / 10, constants.CUT)
+
+
+@pytest.mark.parametrize(
     ("dtype", "function"),
     [
         (torch.float32, lambda x: x * 1e30 * 1e30),
@@ -116,9 +124,13 @@ def test_factors_stay_where_the_first_may_overflow(dtype, function):
         lambda x: F.pad(x / 41 * 2, (1, 1)).floor(),
         lambda x: (x / 41 * 2).reshape(2, -1).max(-1).values.floor(),
         lambda x: F.hardshrink(x / 41 * 2, 1.9999999),
+        lambda x: (x * 13 * 0.1).floor(),
+        lambda x: (x * 3 * 5).ceil(),
+        lambda x: x * 0.1 * 3 == 9,
+        lambda x: torch.zeros(400, dtype=torch.int64).copy_(x / 41 * 2),
     ],
 )
-def test_factors_stay_where_a_multiple_of_a_divisor_decides(function):
+def test_factors_stay_where_a_whole_result_decides(function):
     check_declines(constants.mul_mul, function, torch.arange(-200, 200) * 60.0, constants.CUT)
 
 
@@ -130,15 +142,46 @@ def test_factors_stay_where_a_multiple_of_a_divisor_decides(function):
         (lambda x: F.pad(x / 41 * 2, (1, 1)).floor(), 41.0),
         (lambda x: (x / 41 * 2).max(-1).values.floor(), 41.0),
         (lambda x: F.interpolate((x / 41 * 2)[None], scale_factor=2).floor(), 41.0),
+        (lambda x: (x * 13 * 0.1).floor(), 90.0),
+        (lambda x: (x * 3 * 0.1).ceil(), 50.0),
+        (lambda x: (x * 3 * 5).floor(), 25 / 3),
+        (lambda x: torch.zeros(1, 3, dtype=torch.int64).copy_(x / 41 * 2), 41.0),
+        (lambda x: torch.zeros(1, 3, dtype=torch.int64).fill_((x / 41 * 2).max()), 41.0),
+        (lambda x: (x / 41 * 2).sum(-1, dtype=torch.int64), 41.0),
+        (lambda x: ((x / 41 * 2).view(torch.int32) >> 23) - 127, 41.0),
+        (lambda x: torch.special.round(x / 41 * 2), 71.75),
+        (lambda x: torch.frexp(x / 41 * 2).exponent, 41.0),
+        (lambda x: torch.histogram(x / 41 * 2, torch.tensor([0.0, 2.0, 4.0]))[0], 41.0),
+        (lambda x: (torch.ones(2, 3) * (x / 41 * 2).max().item()).floor(), 41.0),
     ],
 )
-def test_a_multiple_of_a_divisor_keeps_its_whole_quotient(function, multiple):
+def test_a_whole_result_stays_one(function, multiple):
     x = torch.full((1, 3), multiple)
     assert torch.equal(transform(capture(function, x)).module()(x)[0], function(x))
 
 
-def test_factors_that_are_not_rounded_become_one_before_any_call():
-    check_fires(constants.mul_mul, lambda x: (x / 4 * 3).floor(), torch.arange(-8.0, 8), ops=["mul.Tensor", "floor"])
+@pytest.mark.parametrize("factors", [lambda x: x / 4 * 3, lambda x: x * 2 * 3, lambda x: x * 0.1 * 0.5])
+def test_factors_of_which_one_is_not_rounded_become_one_before_any_call(factors):
+    x = torch.arange(-80.0, 80) / 7
+    check_fires(constants.mul_mul, lambda x: factors(x).floor(), x, ops=["mul.Tensor", "floor"], exact=True)
+
+
+class Kept(nn.Module):
+    """Rounds what it has kept of the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.ones(1))
+
+    def forward(self, x):
+        found = self.last.floor()
+        self.last.copy_(x / 41 * 2)
+        return found
+
+
+def test_what_is_rounded_in_the_next_call_stays_whole():
+    run = compile(transform(capture(Kept(), torch.ones(1))), "eager")
+    assert [run(torch.tensor([41.0])).item() for _ in range(2)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

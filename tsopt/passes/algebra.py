@@ -81,7 +81,7 @@ def plus_zero(at, x):
 
 def _tells_zeros(at, x):
     """Whether a negative zero in a value shows behind the rewritten call."""
-    return may_be_negative_zero(x) and is_sign_of_zero_read(at.root)
+    return may_be_negative_zero(x) and is_sign_of_zero_read(at.program, at.root)
 
 
 # ---- signs --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tsopt.compiler.rewriting.rewrite import Site, rule
 PROMOTES = "the constant changes the dtype or the shape"
 OUT_OF_RANGE = "the merged factor would not be a normal number"
 OVERFLOWS = "the first factor may overflow where the merged one does not"
-CUT = "a later call rounds or compares the quotient, which multiples of the divisor make a whole number"
+CUT = "a later call rounds or compares the result, which may be a whole number only if it is rounded twice"
 ABSORBS = "adding a term this large rounds the value, possibly on purpose"
 SIDES = "in half precision, the kernel rounds a single number on the left only"
 
@@ -206,8 +206,8 @@ def mul_mul(at, x, a, b):
     if dtype in INTEGERS:  # products modulo 2**n: exact
         return merged(at, aten.mul.Tensor, x, first * second, a, b)
     divides = [call.target is aten.div.Tensor for call in (at.root.args[0], at.root)]
-    divisors = [factor for factor, is_divisor in zip((first, second), divides, strict=True) if is_divisor]
-    if not all(map(is_power_of_two, divisors)) and is_cut(at.root):
+    powers = [is_power_of_two(factor) for factor in (first, second)]
+    if not _is_exact(powers, divides) and is_cut(at.program, at.root):
         return at.skip(CUT)
     first, second = (
         1 / factor if is_divisor else factor for factor, is_divisor in zip((first, second), divides, strict=True)
@@ -221,6 +221,11 @@ def mul_mul(at, x, a, b):
     return merged(at, aten.mul.Tensor, x, product, a, b)
 
 
+def _is_exact(powers: Sequence[bool], divides: Sequence[bool]) -> bool:
+    """Whether one factor is the same as two to the last bit: one of them, and each divisor, is a power of two."""
+    return any(powers) and all(is_power for is_power, is_divisor in zip(powers, divides, strict=True) if is_divisor)
+
+
 @rule(*(_nested(outer, inner) for outer in SUMS for inner in SUMS), numerics=Numerics.ROUNDING)
 def add_add(at, x, a, b):
     """x + a + b -> x + (a + b), a and b literals or constants; x - a counts as x + -a"""
@@ -232,6 +237,8 @@ def add_add(at, x, a, b):
     dtype = x.meta["val"].dtype
     if absorbs(first, dtype) or absorbs(second, dtype):
         return at.skip(ABSORBS)
+    if dtype.is_floating_point and is_cut(at.program, at.root):
+        return at.skip(CUT)
     first = -first if at.root.args[0].target is aten.sub.Tensor else first
     total = first - second if at.root.target is aten.sub.Tensor else first + second
     return merged(at, aten.add.Tensor, x, total, a, b)

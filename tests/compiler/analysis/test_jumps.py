@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
-from tsopt.compiler.analysis.jumps import is_cut, is_power_of_two, quotients
+from tsopt.compiler.analysis.jumps import is_cut, is_decision, is_power_of_two, quotients
 
 X, ROW = torch.ones(3), torch.tensor([7.0, 8.0, 41.0])
 
@@ -24,7 +24,8 @@ class Divisor(nn.Module):
 
 
 def cut(model, x=X):
-    return [float(torch.as_tensor(q.divisor).max()) for q in quotients(tsopt.capture(model, x)) if is_cut(q.node)]
+    program = tsopt.capture(model, x)
+    return [float(torch.as_tensor(q.divisor).max()) for q in quotients(program) if is_cut(program, q.node)]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,15 @@ def cut(model, x=X):
         (lambda x: F.grid_sample(x.expand(1, 1, 3, 3), (x[:2] / 7).expand(1, 2, 2, 2), mode="nearest"), 7.0),
         (lambda x: torch.isin(x / 7, ROW), 7.0),
         (lambda x: torch.logical_not(x / 7 - 3), 7.0),
+        (lambda x: torch.zeros(3, dtype=torch.int64).copy_(x / 7), 7.0),
+        (lambda x: torch.zeros(3, dtype=torch.int64).fill_((x / 7).max()), 7.0),
+        (lambda x: (x / 7).sum(dtype=torch.int64), 7.0),
+        (lambda x: (x / 7).view(torch.int32), 7.0),
+        (lambda x: (x / 7).view(torch.bfloat16), 7.0),
+        (lambda x: torch.special.round(x / 7), 7.0),
+        (lambda x: torch.frexp(x / 7).exponent, 7.0),
+        (lambda x: torch.histogram(x / 7, ROW)[0], 7.0),
+        (lambda x: (ROW * (x / 7).max().item()).floor(), 7.0),
     ],
 )
 def test_a_quotient_is_followed_to_where_its_last_digit_decides(model, divisor):
@@ -109,6 +119,43 @@ def _(x):
     return torch.empty_like(x)
 
 
+class Kept(nn.Module):
+    """Reads what it has kept of the call before, or of the one before that."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.register_buffer("last", X.clone())
+        self.register_buffer("before", X.clone())
+
+    def forward(self, x):
+        found = self.read(self.before)
+        self.before.copy_(self.last * 2)
+        self.last.copy_(x / 7)
+        return found
+
+
+def test_a_quotient_is_followed_into_later_calls():
+    assert cut(Kept(lambda before: before.floor())) == [7.0]
+    assert not cut(Kept(lambda before: before + 1))
+
+
+def test_a_quotient_is_followed_through_an_input_that_is_written():
+    def model(x, last):
+        found = last.floor()
+        last.copy_(x / 7)
+        return found
+
+    assert cut(model, (X, X.clone())) == [7.0]
+
+
+@pytest.mark.parametrize(
+    "call", [torch.frexp, lambda x: x.view(torch.int32), lambda x: torch.zeros(3, dtype=torch.int64).copy_(x)]
+)
+def test_where_it_is_not_known_where_a_result_jumps_rounding_excuses_nothing(call):
+    assert not any(map(is_decision, tsopt.capture(lambda x: call(x / 7), X).calls()))
+
+
 def test_a_call_that_is_not_known_may_round():
     assert cut(lambda x: cutting(x / 7)) == [7.0]
 
@@ -129,6 +176,9 @@ def test_so_is_one_of_whole_numbers():
         lambda x: F.layer_norm(x / 7, (3,)).floor(),
         lambda x: F.pad(x / 7, (1, 1)).sort().values,
         lambda x: (x / 7).argmax() == 3,
+        lambda x: (x / 7).sort().indices + (x / 7).isnan(),
+        lambda x: torch.zeros_like(x / 7, dtype=torch.int64) + (x / 7).shape[0],
+        lambda x: torch.zeros(3).copy_(x / 7),
         lambda x: F.grid_sample((x / 7).expand(1, 1, 3, 3), x[:2].expand(1, 2, 2, 2)),
         lambda x: (x / 7, x.ceil()),
         lambda x: torch.div(x, 7, rounding_mode="floor").int(),

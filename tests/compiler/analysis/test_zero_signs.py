@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tsopt
+from tests.passes.helpers import find, ops_of
 from tsopt.compiler.analysis.zero_signs import is_sign_of_zero_read, may_be_negative_zero
 
 X = torch.tensor([[-0.0, 0.0, 1.0], [2.0, -0.0, -3.0]])
@@ -46,7 +48,35 @@ WEIGHT = torch.eye(3)
 def test_what_reads_the_sign_of_a_zero(model, expected):
     program = tsopt.capture(model, X)
     (value,) = (node for node in program.graph.nodes if node.op == "placeholder")
-    assert is_sign_of_zero_read(value) is expected
+    assert is_sign_of_zero_read(program, value) is expected
+
+
+class Kept(nn.Module):
+    """Reads what it has kept of the call before."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.register_buffer("last", torch.ones(2, 3))
+
+    def forward(self, x):
+        found = self.read(self.last)
+        self.last.copy_((x + 0.0) * 2)
+        return found
+
+
+def test_the_sign_of_a_kept_zero_is_read_in_the_next_call():
+    program = tsopt.capture(Kept(lambda last: 1 / last), X)
+    assert is_sign_of_zero_read(program, find(program, "add.Tensor"))
+    run = tsopt.compile(tsopt.transform(program), "eager")
+    run(X)
+    assert run(X)[0, 0] == float("inf")
+
+
+def test_the_sign_of_a_kept_zero_may_not_be_read():
+    program = tsopt.capture(Kept(lambda last: 1 / last.abs()), X)
+    assert not is_sign_of_zero_read(program, find(program, "add.Tensor"))
+    assert "add.Tensor" not in ops_of(tsopt.transform(program))
 
 
 @pytest.mark.parametrize(

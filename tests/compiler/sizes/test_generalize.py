@@ -121,6 +121,47 @@ def test_what_agrees_at_round_sizes_only_is_right_at_all_others(model, changed, 
     assert changed is None or found == changed
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x.clamp(max=x.shape[1] - 1).clamp(max=511),
+        lambda x: x.clamp(max=x.shape[1] // 8).clamp(max=99.5),
+        lambda x: nn.functional.relu6(x.clamp(max=x.shape[1] // 64)),
+        lambda x: nn.functional.hardtanh(x.clamp(max=x.shape[1]), 0.0, 300.0),
+    ],
+)
+@pytest.mark.parametrize("end", ["", "[2..1000]", "[2..900000]"])
+def test_a_bound_that_is_tighter_only_at_large_sizes_stays(model, end):
+    def scaled(x):
+        return model(x * 900)
+
+    program = captured(scaled, (3, 16), x={1: f"n{end}"})
+    assert not right_everywhere(program, scaled, [(3, 16)], [(3, 1000)])
+
+
+def test_bounds_that_no_size_decides_are_merged():
+    program = captured(lambda x: x.clamp(max=511).clamp(max=900).exp(), (3, 16), x={1: "n"})
+    assert ops_of(tsopt.transform(program)) == ["clamp", "exp"]
+
+
+class Joined(nn.Module):
+    """The first rows of two tables, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(20, 4))
+
+    def forward(self, x):
+        return torch.cat([x, self.table])[:16].sum(0)
+
+
+@pytest.mark.parametrize("traced", [8, 30])
+def test_a_slice_may_end_before_a_size_or_behind_it(traced):
+    model = Joined()
+    program = captured(model, (traced, 4), x={0: "n[2..64]"})
+    right_everywhere(program, model, *([(size, 4)] for size in (2, 10, 15, 16, 17, 30, 64)))
+
+
 def test_one_size_may_be_larger_than_another_or_smaller():
     def model(x, y):
         return nn.functional.pad(x, (0, max(0, y.shape[1] - x.shape[1]))) * 2

@@ -37,6 +37,27 @@ def test_samples_show_every_number_that_a_call_is_given_on_both_sides_of_each_ot
     assert len({size % 8 for size in sizes}) > 1 < len({size // 8 for size in sizes})
 
 
+def test_samples_are_on_both_sides_of_the_numbers_that_the_model_names():
+    def model(x):
+        return torch.cat([x, x.new_ones(3, 40)], 1)[:, :21].clamp(max=300)
+
+    program = captured(model, (3, 30), x={1: "s[8..64]"})
+    assert Survey(program).bounds() == [0.0, 21.0]
+    for near in (False, True):
+        assert {each["s"] > 21 for each in sample_sizes(program, near=near)} == {True, False}
+
+
+def test_samples_reach_beyond_the_bound_of_a_clamp_where_that_of_another_grows():
+    def model(x):
+        return x.clamp(max=x.shape[1] // 8).clamp(max=300)
+
+    for end in ("", "[8..5000]"):
+        program = captured(model, (3, 16), x={1: f"s{end}"})
+        assert Survey(program).bounds() == [0.0, 300.0]
+        for near in (False, True):
+            assert max(each["s"] for each in sample_sizes(program, near=near)) > 2400
+
+
 def test_samples_show_what_only_shapes_tell():
     """How long the pool's result is, no number says: as long as the slice at some sizes, longer at others."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tsopt
@@ -60,6 +61,7 @@ def test_floats_of_32_bits_are_tried_where_they_become_whole_numbers():
     assert not extremes(lambda x: x.exp(), FLOATS)
     assert extremes(lambda x: x.long(), FLOATS)
     assert extremes(lambda x: x % 7, FLOATS)
+    assert extremes(torch.special.round, FLOATS)
     assert extremes(lambda x: torch.div(x, 7, rounding_mode="floor"), FLOATS)
     assert not extremes(lambda x: torch.div(x, 7), FLOATS)
 
@@ -212,9 +214,37 @@ def test_an_index_is_no_multiple():
     assert bool((x % 7 == 0).all())
 
 
-@pytest.mark.parametrize("model", [lambda x: x / 7, lambda x: (x / 8).ceil(), lambda x: x.ceil() / 7])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x / 7,
+        lambda x: (x / 8).ceil(),
+        lambda x: x.ceil() / 7,
+        lambda x: x * 13 * 0.1,
+        lambda x: (x * 2 * 0.1).ceil(),
+    ],
+)
 def test_multiples_are_not_tried_elsewhere(model):
     assert MULTIPLES not in extremes(model, FLOATS)
+
+
+@pytest.mark.parametrize("model", [lambda x: (x * 13 * 0.1).floor(), lambda x: F.pad(x * 13 * 0.1, (1, 1)) >= 117])
+def test_whole_numbers_are_tried_of_which_two_factors_make_others(model):
+    (values,) = extremes(model, FLOATS)[MULTIPLES]
+    assert bool(((values * 13 * 0.1) % 1 == 0).all())
+    assert bool(((values * 1.3) % 1 != 0).all())
+
+
+@pytest.mark.parametrize(("first", "second"), [(13, 0.1), (3, 0.1)])
+def test_a_candidate_that_makes_one_factor_of_two_is_found_out(first, second):
+    def model(x):
+        return (x * first * second).floor()
+
+    oracle = Oracle(model, tsopt.example(FLOATS), tsopt.capture(model, FLOATS))
+    verdict = oracle.judge(lambda x: (x * (first * second)).floor())
+    assert not verdict.ok
+    assert MULTIPLES in verdict.reason
+    assert oracle.judge(model).ok
 
 
 def test_a_candidate_that_multiplies_by_the_inverse_is_found_out():

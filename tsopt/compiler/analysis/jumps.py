@@ -14,7 +14,9 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.large_terms import NORMS, constant_of
+from tsopt.compiler.analysis.next_calls import read_again
 from tsopt.compiler.analysis.ranged_call import base_name
+from tsopt.compiler.analysis.ranges import SHAPED
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
@@ -22,7 +24,7 @@ COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 # Where the result of a call jumps: how far a number is from there.
 JUMPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("floor", "ceil", "trunc", "frac"), lambda x: (x - x.round()).abs()),
-    "round": lambda x: (x - x.floor() - 0.5).abs(),
+    **dict.fromkeys(("round", "special_round"), lambda x: (x - x.floor() - 0.5).abs()),
     **dict.fromkeys(("sign", "sgn", "heaviside", "signbit"), torch.abs),
 }
 CASTS = frozenset({"to", "to_copy", "type_as"})
@@ -35,6 +37,12 @@ OTHER_JUMPS = QUANTIZING | {
     *("logical_not", "logical_and", "logical_or", "logical_xor", "any", "all", "nonzero", "count_nonzero"),
     *("unique2", "unique_dim", "unique_consecutive"),
 }
+# Jumps too, but no decisions: where they jump is not worked out, so rounding excuses no difference behind them.
+UNMEASURED = frozenset({"view_dtype", "frexp", "histogram"})
+# They make no floats of floats, but only order them, look for infinities, read a shape or take one of several results.
+# All others that make none cut them: casts, and whatever writes them into a tensor of integers.
+UNCUT = (SHAPED - {"copy", "fill"}) | {"argmax", "argmin", "argsort", "isnan", "isinf", "isfinite", "getitem"}
+UNCUT |= {"isposinf", "isneginf", "empty_like", "new_empty"}
 LIMITS = {"threshold": "threshold", "hardshrink": "lambd"}  # which literal says where these jump
 SAMPLERS, NEAREST = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), 1
 DIVISORS = {**dict.fromkeys(("div", "divide", "true_divide"), "other"), "addcdiv": "tensor2"}  # which operand it is
@@ -81,27 +89,45 @@ def rounds_quotient(node: fx.Node) -> bool:
     return base_name(node) in DIVISORS and ops.bind(node).get("rounding_mode") is not None
 
 
-def is_cut(node: fx.Node) -> bool:
-    """Whether a call whose result jumps reads a value, or what is made of it, except by sums of many products."""
+def is_cut(program: Program, node: fx.Node) -> bool:
+    """Whether a call whose result jumps reads a value, or what is made of it, except by sums of many products.
+
+    What a call of the model keeps is followed into the next one.
+    """
     seen: set[fx.Node] = set()
     pending = [node]
     while pending:
-        for user in pending.pop().users:
-            if user in seen or not ops.is_call(user):
+        value = pending.pop()
+        for reader in (*filter(ops.is_call, value.users), *read_again(program, value)):
+            if reader in seen:
                 continue
-            seen.add(user)
-            if _may_jump(user):
+            seen.add(reader)
+            if ops.is_call(reader) and _may_jump(reader):
                 return True
-            if base_name(user) not in MIXING and any(map(_is_float, ops.tensors_of(user.meta.get("val")))):
-                pending.append(user)
+            if base_name(reader) not in MIXING and _carries_floats(reader):
+                pending.append(reader)
     return False
+
+
+def _carries_floats(node: fx.Node) -> bool:
+    """Whether a value holds floats, or is a number that was read of a tensor."""
+    tensors = ops.tensors_of(node.meta.get("val"))
+    return any(map(_is_float, tensors)) if tensors else node.target is not ops.SIZE
 
 
 def _may_jump(node: fx.Node) -> bool:
     """Whether the result of a call, or one within it, jumps; of calls that are not known it is not known."""
     if blocks := ops.blocks_of(node):
         return any(_may_jump(inner) for block in blocks for inner in block.calls())
-    return is_decision(node) or not (base_name(node) or ops.is_number(node))
+    named = base_name(node)
+    return is_decision(node) or named in UNMEASURED or _cuts(node) or not (named or ops.is_number(node))
+
+
+def _cuts(node: fx.Node) -> bool:
+    """Whether a call makes something else than floats of floats."""
+    made = ops.tensors_of(node.meta.get("val"))
+    given = (value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val")))
+    return bool(made) and not any(map(_is_float, made)) and any(map(_is_float, given)) and base_name(node) not in UNCUT
 
 
 def quotients(program: Program) -> Iterator[Quotient]:

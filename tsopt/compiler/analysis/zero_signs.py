@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from tsopt.compiler.analysis.next_calls import read_again
 from tsopt.compiler.analysis.range_rules import SAME_VALUES
 from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
 
 # By the operands that it is read of.
 READING: dict[str, tuple[str, ...]] = {
@@ -39,11 +41,17 @@ POSITIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "softmax", "var", "std", 
 KEEPING = frozenset({"sum", "mean", "amax", "amin", "cumsum", "sqrt", "relu"}) | SAME_VALUES
 
 
-def is_sign_of_zero_read(value: fx.Node) -> bool:
-    """Whether a call behind a value tells its negative zeros from positive ones; what the program returns does not."""
+def is_sign_of_zero_read(program: Program, value: fx.Node) -> bool:
+    """Whether a call behind a value tells its negative zeros from positive ones; what the program returns does not.
+
+    What a call of the model keeps is followed into the next one.
+    """
     seen, pending = {value}, [value]
     while pending:
         node = pending.pop()
+        again = [item for item in read_again(program, node) if item not in seen]
+        seen.update(again)
+        pending += again
         for user in node.users:
             if not ops.is_call(user) or user in seen:
                 continue

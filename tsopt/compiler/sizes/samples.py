@@ -14,6 +14,7 @@ SAMPLES = 3  # at least
 FEW_HELD_OUT = 2  # where the numbers of a program explain all of its sizes
 WIDEST = 64  # a range without an end is tried up to here, or to twice what was traced
 MOST, FEW = 4096, 64  # sizes that samples are taken from: over the whole range, near one
+POWERS = 28  # of two: the sizes at which numbers have passed the limit of any clamp
 MODULI = (2, 3, 4, 5, 7, 8)
 
 
@@ -36,6 +37,7 @@ def sample_sizes(program: Program, *, near: bool = False, survey: Survey | None 
         rows.sort(key=lambda sizes: sum(_distance(size, traced[name]) for name, size in sizes.items()))
     rows.sort(key=lambda sizes: (len({*sizes.values()} - taken) < len(sizes), survey.coincidences(sizes)))
     bounds = survey.bounds()
+    rows += _far(program, traced) if survey.limits() else []
 
     def runs(sizes: Sizes) -> bool:
         return survey.values(sizes) is not None
@@ -107,6 +109,18 @@ def _between(sizes: Sequence[int]) -> int:
 
 def _ranges(program: Program, traced: Mapping[str, int]) -> dict[str, range]:
     return {dim.name: _over(dim, traced[dim.name]) for dim in program.signature.dims}
+
+
+def _far(program: Program, traced: Mapping[str, int]) -> list[dict[str, int]]:
+    """Sizes further and further out, to the end of each range: the limit of a clamp may lie beyond those of samples."""
+    found = []
+    for dim in program.signature.dims:
+        starts = [-(-(1 << power) // dim.step) * dim.step for power in range(POWERS)]
+        tried = [range(start, start + FEW * dim.step, dim.step) for start in starts]
+        tried += [] if dim.high is None else [range(dim.high - dim.high % dim.step, 0, -dim.step)[:FEW]]
+        admitted = (next((size for size in sizes if program.signature.admits(dim, size)), None) for sizes in tried)
+        found += [{**traced, dim.name: size} for size in admitted if size is not None]
+    return found
 
 
 def _within(sizes: range, taken: set[int]) -> range:

@@ -7,6 +7,7 @@ are on each side of others on which they ever are.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -30,8 +31,13 @@ PAIRED = 8  # numbers that are combined with each other
 ORDER = (7, 2, 5, 0, 3, 6, 1, 4)  # remainders: those first at which floor, ceil and round differ
 # Calls that take the lengths of a result, and compare them only for equality.
 LENGTHS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int})
+LENGTHS |= {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
 LENGTHS |= {aten.expand.default, aten.new_zeros.default, aten.new_ones.default}
 LENGTHS |= {aten.new_full.default, aten.new_empty.default}
+CLAMPS = frozenset(
+    {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.hardtanh.default, aten.relu6.default}
+)
+SIX = 6.0  # the bound of relu6, which no argument says
 Numbers = list[tuple[float, bool]]  # at a choice of sizes, and whether each is compared with others
 Column = tuple[float, ...]  # a number, at several choices of sizes
 
@@ -106,14 +112,20 @@ class Survey:
         )
 
     def bounds(self) -> list[float]:
-        """Numbers that the graph names and that passes compare with sizes: ends of slices, paddings, lengths."""
-        found = {0.0}
+        """Numbers that the graph names and passes compare with sizes: ends of slices, paddings, limits of clamps."""
+        found = {0.0, *self.limits()}
         for node in self.program.calls():
             if isinstance(node.target, torch._ops.OpOverload) and node.target not in LENGTHS:
-                named = zip(node.target._schema.arguments, node.args, strict=False)
-                given = [value for argument, value in named if "SymInt" in str(argument.real_type)]
-                found |= {float(item) for item in _flat(given) if type(item) is int and abs(item) < LARGE}
+                found |= _literals(node, "SymIntType")
         return sorted(found)
+
+    def limits(self) -> set[float]:
+        """The limits that clamps name, if that of another one follows from sizes; otherwise none matter."""
+        clamps = [node for node in self.program.calls() if node.target in CLAMPS]
+        if not any(ops.is_number(source) for node in clamps for source in node.all_input_nodes):
+            return set()
+        found = {SIX} if any(node.target is aten.relu6.default for node in clamps) else set()
+        return found.union(*(_literals(node, "NumberType") for node in clamps))
 
     def coincidences(self, sizes: Sizes) -> int:
         """How many coincidences passes would see: equal numbers, 0, 1, and powers of two."""
@@ -211,6 +223,7 @@ def unseen(
         of_calls < others,
         of_calls > others,
         everything[:, None] > constant,  # the end of a slice is in the middle of some
+        everything[:, None] < constant,  # and beyond others
     ]
     missing = np.concatenate([each.reshape(-1, everything.shape[1]) for each in shown])
     missing = missing[~missing[:, : len(samples)].any(axis=1)][:, len(samples) :]
@@ -240,6 +253,27 @@ def _combined(numbers: np.ndarray) -> np.ndarray:
     made = [way(*pair) for pair in pairs for way in (np.minimum, np.maximum, np.add, np.multiply)]
     made = [each for each in made if (each != each[0]).any()]
     return np.array(made).reshape(-1, numbers.shape[1])
+
+
+def _literals(call: fx.Node, kind: str) -> set[float]:
+    """The modest numbers that a call is given where its schema takes numbers of a kind."""
+    taking = _taking(call.target, kind)
+    given: list[Any] = [call.args[place] for place, _ in taking if place < len(call.args)]
+    given += [call.kwargs.get(name) for _, name in taking]
+    return {float(item) for item in _flat(given) if type(item) in (int, float) and abs(item) < LARGE}
+
+
+@functools.cache
+def _taking(target: Any, kind: str) -> tuple[tuple[int, str], ...]:
+    """The arguments that are numbers of a kind, or lists of them."""
+    found = []  # NOTE: by the kind, for as text `SymInt` is `int`, and so is an axis
+    for position, argument in enumerate(target._schema.arguments):
+        item = argument.real_type
+        while item.kind() in ("OptionalType", "ListType"):
+            item = item.getElementType()
+        if item.kind() == kind:
+            found.append((position, argument.name))
+    return tuple(found)
 
 
 def _flat(value: Any) -> Iterator[Any]:

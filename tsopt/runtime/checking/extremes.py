@@ -69,10 +69,10 @@ REDUCTIONS = frozenset({"mean", "var", "std", "all", "any", "prod", "cumprod", "
 # Integer division of the lowest number by -1, and by zero, ends the process.
 DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide", "gcd", "lcm"})
 # Of floats: here the size of a number decides another one than itself.
-CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fmod", "floor_divide"})
+CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fmod", "floor_divide", "special_round"})
 
 
-ROUNDING = frozenset({"round", "rint"})  # and what quantizes, which has steps of its own
+ROUNDING = frozenset({"round", "rint", "special_round"})  # and what quantizes, which has steps of its own
 STEPS = (1.0, 0.25)
 HALVES = 32  # to either side of zero, in the set of values in the middle between two steps
 MOST_MULTIPLES, MOST_DIVISORS = 1024, 16
@@ -85,7 +85,7 @@ def extreme_values(
 
     Those of an input that is an index are the first and the last that exist. Where the program rounds, one set is of
     floats that lie in the middle between two steps; where it rounds or compares a quotient, one is of multiples of the
-    divisor.
+    divisor, and of whole numbers of which two factors make others.
     """
     if len(leaves) != len(program.signature.user_inputs) or not is_safe(program):
         return
@@ -108,8 +108,8 @@ def extreme_values(
     steps = _steps(program)
     if steps and any(leaf.is_floating_point() and leaf.numel() for leaf in leaves):
         yield MIDDLES, [_middles(leaf, steps, generator) if leaf.is_floating_point() else leaf for leaf in leaves]
-    if divisors := _divisors(program):
-        multiples = [k * divisor for divisor in divisors for k in _telling(divisor)]
+    multiples = [k * divisor for divisor in _divisors(program) for k in _telling(divisor)] + _whole(program)
+    if multiples:
         known = torch.tensor(multiples, dtype=torch.float64, device="cpu")
         drawn = [_drawn_from(known, leaf, generator) for leaf in leaves]
         yield MULTIPLES, [leaf if i in indices else drawn[i] for i, leaf in enumerate(leaves)]
@@ -192,7 +192,7 @@ def _divisors(program: Program) -> list[float]:
     """What a program divides by where it then rounds or compares the quotient."""
     found: dict[float, None] = {}
     for quotient in quotients(program):
-        if is_cut(quotient.node):
+        if is_cut(program, quotient.node):
             value = quotient.divisor
             numbers = value.reshape(-1)[:MOST_DIVISORS].tolist() if isinstance(value, torch.Tensor) else [value]
             found |= dict.fromkeys(float(number) for number in numbers if math.isfinite(number) and number != 0)
@@ -205,6 +205,30 @@ def _telling(divisor: float) -> list[int]:
     wanted = torch.arange(1, MOST_MULTIPLES, dtype=torch.float32, device="cpu")
     found = wanted[(wanted * number) * (1 / number) != wanted] if bool(number) else wanted
     return [int(k) for k in (found if len(found) else wanted)[:HALVES].tolist()]
+
+
+def _whole(program: Program) -> list[float]:
+    """Whole numbers of which two factors make others, but their product does not, where a program then cuts these."""
+    found: dict[float, None] = {}
+    whole = torch.arange(1, MOST_MULTIPLES, dtype=torch.float32, device="cpu")
+    for node in program.calls():
+        second, before = _factor(node), node.all_input_nodes[:1]
+        first = _factor(before[0]) if second is not None and before else None
+        if first is None or second is None or not is_cut(program, node):
+            continue
+        made = whole * first * second
+        tells = (made != whole * (first * second)) & (made == made.round())
+        found |= dict.fromkeys(whole[tells][:HALVES].tolist())
+    return list(found)
+
+
+def _factor(node: fx.Node) -> float | None:
+    """The literal by which a call multiplies floats."""
+    value = node.meta.get("val")
+    if base_name(node) != "mul" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return None
+    other = ops.bind(node)["other"]
+    return other if isinstance(other, (int, float)) else None
 
 
 def _drawn_from(known: torch.Tensor, leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
