@@ -82,6 +82,22 @@ def test_what_eager_raises_is_raised_as_eager_raises_it():
         executable(torch.tensor([1, 4]))
 
 
+class TimesSize(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + self.factor * x.shape[0]
+
+
+def test_a_size_may_be_an_operand_of_a_number_that_is_a_weight():
+    model = TimesSize().eval()
+    program = tsopt.capture(model, torch.randn(4, 3), dynamic={"x": {0: "n[2..20]"}})
+    x = torch.randn(7, 3)
+    torch.testing.assert_close(tsopt.compile(program, "torchscript")(x), model(x))
+
+
 @pytest.mark.parametrize(
     ("dtype", "constant", "is_refused"),
     [

@@ -52,6 +52,32 @@ def test_each_call_is_rounded():
     assert not torch.equal(found, (x.bfloat16().float() * 257 * 1.015625).bfloat16().float())
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + 0.1,
+        lambda x: x - 0.1,
+        lambda x: 0.1 - x,
+        lambda x: torch.add(x, x.flip(0), alpha=0.1),
+        lambda x: x.abs() ** 0.1,
+        lambda x: torch.fmod(x, 0.1),
+        lambda x: x * 0.1,
+        lambda x: x / 0.1,
+    ],
+)
+def test_literals_are_rounded_where_torch_rounds_them(function):
+    def model(x):
+        return function(x.bfloat16()).float()
+
+    x = torch.linspace(-3, 3, 1000)
+    torch.testing.assert_close(
+        tsopt.compile(tsopt.capture(model, x), "onnxruntime")(x), model(x), rtol=2**-8, atol=2e-7
+    )
+    number = torch.full((8,), 0.1)
+    found = tsopt.compile(tsopt.capture(model, number), "onnxruntime")(number)
+    assert torch.equal(found, model(number))
+
+
 def test_branches_are_widened_too():
     def model(x):
         y = x.bfloat16()

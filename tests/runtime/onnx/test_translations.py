@@ -8,6 +8,7 @@ import transformers.integrations.moe  # noqa: F401  registers an op
 from torch import nn
 
 import tsopt
+from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.onnx.export import to_onnx
 
 GROUPS = {
@@ -101,3 +102,50 @@ def test_atan2_takes_sides_by_the_signs_of_zeros(backend, dtype):
     y, x = values.view(-1, 1), values
     found = tsopt.compile(tsopt.capture(torch.atan2, (y, x)), backend)(y, x)
     torch.testing.assert_close(found, torch.atan2(y, x), rtol=0, atol=1e-6)
+
+
+class Shifted(nn.Module):
+    """Positions from the middle of a table: before it for rows longer than that."""
+
+    def forward(self, x):
+        n = x.shape[1]
+        places = torch.arange(n)
+        return x + (places + (64 - n) // 2), x + (places + n // -3 + (7 - n) % 3)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_quotients_of_sizes_are_rounded_down(backend):
+    program = tsopt.transform(tsopt.capture(Shifted(), torch.randn(2, 48), dynamic={"x": {1: "n[2..80]"}}))
+    run = tsopt.compile(program, backend)
+    for size in (2, 63, 64, 65, 71, 72, 80):
+        x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
+        torch.testing.assert_close(run(x), Shifted()(x))
+
+
+LARGE = torch.cat([torch.tensor([2.0**30, -(2.0**30)]), torch.ones(14)]).expand(3, 16).contiguous()
+WHOLE = torch.arange(12).view(3, 4)
+IN_ANOTHER_DTYPE = {
+    "mean": (lambda x: x.mean(-1, dtype=torch.float64).float(), LARGE),
+    "mean of float16": (lambda x: x.half().mean(-1, dtype=torch.float32), LARGE.clamp(-1, 2048)),
+    "mean of integers": (lambda x: x.mean(1, dtype=torch.float32), WHOLE),
+    "sum": (lambda x: x.sum(-1, dtype=torch.float64).float(), LARGE[:, [0, 2, 1]]),
+    "sum of integers": (lambda x: (x.int() * 2**28).sum(-1, dtype=torch.int64), WHOLE % 4),
+    "softmax of integers": (lambda x: x.softmax(-1, dtype=torch.float32), WHOLE),
+    "log_softmax of integers": (lambda x: x.log_softmax(-1, dtype=torch.float32), WHOLE),
+    "special softmax": (lambda x: torch.special.softmax(x, -1, dtype=torch.float32), WHOLE),
+    "special log_softmax": (lambda x: torch.special.log_softmax(x, -1, dtype=torch.float32), WHOLE),
+    "softmax": (lambda x: x.softmax(-1, dtype=torch.float64), torch.linspace(-3, 3, 12).view(3, 4)),
+}
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("name", IN_ANOTHER_DTYPE)
+def test_results_of_another_dtype_are_computed_in_that_dtype(name, backend):
+    model, x = IN_ANOTHER_DTYPE[name]
+    wanted = model(x)
+    program = tsopt.capture(model, x)
+    if backend == "openvino" and get_backend(backend).unsupported(program):  # float64
+        assert name in ("mean", "sum", "softmax", "sum of integers")
+        return
+    close = {"rtol": 1e-12, "atol": 0} if wanted.dtype == torch.float64 else {}
+    torch.testing.assert_close(tsopt.compile(program, backend)(x), wanted, **close)

@@ -113,7 +113,8 @@ def _lost_draws(program: Program) -> list[Unsupported]:
 def _is_beside_integers(node: fx.Node) -> bool:
     """Whether a 0-d constant decides the dtype of a call, and a Python number in its place would give another one."""
     call = ops.bind(node) if ops.is_overload(node.target) else {}
-    pair = [operand for operand in (call.get("self"), call.get("other")) if isinstance(operand, fx.Node)]
+    given = [operand for operand in (call.get("self"), call.get("other")) if isinstance(operand, fx.Node)]
+    pair = [operand for operand in given if isinstance(operand.meta["val"], torch.Tensor)]
     numbers = [operand for operand in pair if operand.op == "get_attr" and operand.meta["val"].dim() == 0]
     others = [operand.meta["val"].dtype for operand in pair if operand not in numbers]
     return (

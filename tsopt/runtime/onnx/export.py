@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.infinities import may_be_infinite
+from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import Control, all_calls, with_blocks
 from tsopt.compiler.graph.edit import new_call, without_idle_draws
@@ -25,11 +26,19 @@ from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported
 from tsopt.runtime.onnx import decomposition, doubles, registry
+from tsopt.runtime.onnx.narrow_numbers import with_rounded_numbers
 from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.optimize import optimize
 from tsopt.runtime.onnx.pads import keep_pads
 from tsopt.runtime.onnx.places import take_places, with_places
+from tsopt.runtime.onnx.scattered_sums import PUTS, by_elements
 from tsopt.runtime.onnx.translations import translations
+
+# The exporter casts the result of these to the dtype that they are to compute in.
+CAST_LATE = (
+    *(aten.mean.dim, aten.softmax.int, aten.log_softmax.int),
+    *(aten.special_softmax.default, aten.special_log_softmax.default),
+)
 
 
 def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
@@ -49,7 +58,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
             decomposition.only_where_needed(),
             doubles.exact_literals(),
         ):
-            lowered = through(program, _as_exported)
+            lowered = through(program, lambda given: _as_exported(with_rounded_numbers(given)))
             made = torch.onnx.export(
                 with_places(exported(lowered), lowered),
                 dynamo=True,
@@ -94,6 +103,10 @@ def _as_exported(program: Program) -> Program:
             node.target = aten.logical_and.default
         elif node.target is aten.rsub.Scalar:
             _in_its_dtype(made, node)
+        elif node.target in CAST_LATE:
+            _cast_first(made, node)
+        elif base_name(node) in ("index_add", *PUTS):
+            by_elements(made, node)
         elif node.target is aten.to.dtype:  # the exporter has a translation of the copy alone
             node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": bind(node)["dtype"]}
         elif node.target is aten.clamp.default:
@@ -111,6 +124,14 @@ def _in_its_dtype(program: Program, node: fx.Node) -> None:
     dtype = node.meta["val"].dtype
     if x.meta["val"].dtype != dtype:
         node.args = (new_call(program, node, node, aten.to.dtype, (x, dtype), {}), *node.args[1:])
+
+
+def _cast_first(program: Program, node: fx.Node) -> None:
+    """`x.mean(dtype=...)` computes in that dtype, not in that of `x`."""
+    x: Any = node.args[0]
+    dtype = bind(node)["dtype"]
+    if dtype not in (None, x.meta["val"].dtype):
+        node.args = (new_call(program, node, node, aten._to_copy.default, (x,), {"dtype": dtype}), *node.args[1:])
 
 
 def _of_one_type(clamp: fx.Node) -> None:

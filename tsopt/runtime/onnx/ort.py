@@ -71,9 +71,12 @@ class OnnxRuntimeBackend:
         return to_install("onnxruntime", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
+        import torch
+
         from tsopt.runtime.onnx.wrong_translations import of_onnx_runtime
 
-        found = [*refusals(program, "ONNX Runtime", ("cpu", "cuda")), *of_onnx_runtime(program)]
+        threads = self.threads or torch.get_num_threads()
+        found = [*refusals(program, "ONNX Runtime", ("cpu", "cuda")), *of_onnx_runtime(program, threads)]
         found = found or list(self._examined(program).refused)
         if _is_on_gpu(program.signature):
             import onnxruntime as ort

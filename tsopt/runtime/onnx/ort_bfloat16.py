@@ -16,13 +16,16 @@ from tsopt.compiler.graph.control import Control, with_blocks
 from tsopt.compiler.graph.edit import Impossible, new_call
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
+from tsopt.runtime.onnx.narrow_numbers import with_rounded_numbers
 
 CASTS = (aten.to.dtype, aten._to_copy.default, operator.getitem)
+# Besides comparisons, those whose literals PyTorch rounds: others, such as `mul`, compute with all their digits.
+ROUNDING = frozenset({"add", "sub", "rsub", "pow", "fmod", "remainder"})
 
 
 def widened(program: Program) -> Program:
     """A copy in which calls on bfloat16 are calls on float32, with their results rounded."""
-    made = program.copy()
+    made = with_rounded_numbers(program, ROUNDING)
     for node in list(made.graph.nodes):
         if isinstance(node.target, Control):
             node.target = with_blocks(node.target, widened)

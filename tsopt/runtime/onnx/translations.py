@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
         torch.ops.aten.clamp_max.Tensor: lambda x, high: _clamp(x, None, high),
         **nearest.translations(),
+        operator.floordiv: _floordiv,
         torch.ops.aten.log1p.default: _log1p,
         torch.ops.aten.expm1.default: _expm1,
         torch.ops.aten.log_sigmoid.default: _log_sigmoid,
@@ -82,6 +84,11 @@ def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
     """The upper bound wins where the bounds are out of order."""
     bounded = x if low is None else _maximum(x, op.CastLike(low, x))
     return bounded if high is None else _minimum(bounded, op.CastLike(high, x), x.dtype)
+
+
+def _floordiv(x: Any, y: Any) -> Any:
+    """Of sizes. The exporter's own translation is Div alone, which rounds to zero; Mod has the sign of the divisor."""
+    return op.Div(op.Sub(x, op.Mod(x, y)), y)
 
 
 # Of formulas that overflow or cancel where PyTorch does not. The exporter's own are log(1 + x), exp(x) - 1,

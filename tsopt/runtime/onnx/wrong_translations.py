@@ -15,15 +15,17 @@ from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.onnx.scaled_sizes import ANTIALIASED, mistaken_scales
+from tsopt.runtime.onnx.scattered_sums import loses_terms
 
 SHIFTS = frozenset({"lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift"})
 MEANS = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
-ANTIALIASED = frozenset({"upsample_bilinear2d_aa", "upsample_bicubic2d_aa"})
 
 
 def of_the_exporter(program: Program) -> list[Unsupported]:
     """What the exporter translates incorrectly, for every engine."""
-    return list(_found(program, _by_the_exporter))
+    found = list(_found(program, _by_the_exporter))
+    return found + [Unsupported(origin_of(node), why) for node, why in mistaken_scales(program)]
 
 
 def of_openvino(program: Program) -> list[Unsupported]:
@@ -31,9 +33,10 @@ def of_openvino(program: Program) -> list[Unsupported]:
     return [*_found(program, _by_openvino), *_rounding(program, "OpenVINO", lambda _: True)]
 
 
-def of_onnx_runtime(program: Program) -> list[Unsupported]:
-    """What ONNX Runtime computes differently."""
-    return list(_rounding(program, "ONNX Runtime", _is_lost))
+def of_onnx_runtime(program: Program, threads: int) -> list[Unsupported]:
+    """What ONNX Runtime computes differently in so many threads."""
+    found = list(_rounding(program, "ONNX Runtime", _is_lost))
+    return found + (list(_found(program, _in_several_threads)) if threads > 1 else [])
 
 
 def _found(program: Program, why: Callable[[fx.Node], str]) -> Iterator[Unsupported]:
@@ -101,6 +104,14 @@ def _by_openvino(node: fx.Node) -> str:
     if name.startswith("max_pool") and any(is_dropped for is_dropped, _ in edges):
         return f"OpenVINO keeps a window of {ops.name_of(node)} with ceil_mode that begins in the padding"
     return ""
+
+
+def _in_several_threads(node: fx.Node) -> str:
+    if not loses_terms(node) or ops.tensors_of(node.meta["val"])[0].device.type != "cpu":
+        return ""
+    return (
+        f"ONNX Runtime loses terms of {ops.name_of(node)} with accumulate=True and several indices in several threads"
+    )
 
 
 def _last_window(node: fx.Node, call: ops.Arguments, axis: int) -> tuple[bool, bool]:
