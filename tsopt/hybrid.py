@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tsopt.background.in_background import InBackground
-from tsopt.compiler.calls.snapshot import slot_names
+from tsopt.compiler.calls.snapshot import Wrapper, slot_names
 from tsopt.compiler.model_reads import HOOKS
 from tsopt.errors import UsageError
 from tsopt.hybrid_state import Compiled
@@ -75,7 +75,7 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
         return _module(original, Compiled(original, background, options))
     if not callable(original):
         raise UsageError(f"a {type(original).__name__} cannot be hybridized", fix="pass an nn.Module or a function")
-    if isinstance(original, FUNCTIONS):
+    if isinstance(original, FUNCTIONS) or hasattr(type(original), "__get__"):  # that is bound as a method
         return _function(original, Compiled(original, background, options))
     return _Callable(original, Compiled(original, background, options))
 
@@ -258,7 +258,7 @@ def _function(function: Callable[..., Any], compiled: Compiled) -> Callable[...,
     return hybrid
 
 
-class _Callable:
+class _Callable(Wrapper):
     """A callable object whose calls are compiled. Its attributes and methods are the object's own."""
 
     def __init__(self, wrapped: Callable[..., Any], compiled: Compiled) -> None:

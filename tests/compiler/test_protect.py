@@ -19,7 +19,7 @@ from tests.compiler.helpers import Net
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.other_threads import THREADS
-from tsopt.compiler.protect import is_untouched, protected, training_flags
+from tsopt.compiler.protect import is_small_state, is_untouched, protected, training_flags
 from tsopt.errors import CaptureError
 
 X = torch.randn(2, 3)
@@ -425,3 +425,36 @@ def test_a_function_whose_capture_fails_leaves_a_module_around_it_as_it_was():
     with pytest.raises(CaptureError):
         capture(model, torch.ones(2))
     assert (module.sum.tolist(), module.last.tolist(), module.calls) == ([0, 0], [0, 0], 0)
+
+
+class Odd(nn.Module):
+    """Has tensors in plain attributes whose bytes nobody compares."""
+
+    def __init__(self):
+        super().__init__()
+        self.quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.freed = torch.ones(4)
+        self.freed.untyped_storage().resize_(0)
+        self.expanded = torch.ones(1, 1).expand(30_000, 20_000)
+        self.large = torch.ones(1 << 23)
+
+    def forward(self, x):
+        return x + self.quantized.dequantize()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors are deprecated, and nested ones a prototype
+def test_only_small_tensors_of_usual_types_are_put_back():
+    model = Odd()
+    assert not any(map(is_small_state, vars(model).values()))
+    assert is_small_state(torch.ones(4))
+    with protected(model):
+        model(torch.ones(4))
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_modules_that_a_function_reaches_are_left_alone_beside_other_threads():
+    module = Attributed()
+    with protected(lambda x: (module, x)):
+        module(torch.ones(2))  # another thread's
+    assert (module.sum.tolist(), module.last.tolist()) == ([1, 1], [1, 1])

@@ -11,6 +11,7 @@ import torch
 
 import tsopt
 from tests.hybrid.models import QUICK, Net, Slotted, X, close, relu
+from tsopt.compiler.model_reads import reads_of
 from tsopt.hybrid import compiled_of
 
 
@@ -163,3 +164,31 @@ def test_a_callable_object_is_copied_like_a_module(always_faster, again, is_hybr
     close(other(X), X * 3)
     assert net.k == 2.0
     assert hasattr(other, "_tsopt_compiled") == is_hybrid
+
+
+def test_a_hybrid_of_an_object_is_read_as_the_object(always_faster, calls):
+    inner = tsopt.hybridize(Predictor(), **QUICK)
+    inner(X)
+    outer = tsopt.hybridize(lambda x: inner(x).relu() + 1, **QUICK, audit=0)
+    close(outer(X), (X * 2).relu() + 1)
+    assert tsopt.report(outer).in_eager == {}
+    assert len(reads_of(lambda x: inner(x)).objects) == 1
+    inner.k = 3.0
+    close(outer(X), (X * 3).relu() + 1)
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_a_hybrid_of_an_object_is_an_argument_like_a_function(always_faster):
+    inner = tsopt.hybridize(Predictor(), **QUICK)
+    outer = tsopt.hybridize(lambda x, call: call(x), **QUICK)
+    close(outer(X, inner), X * 2)
+    (reason,) = tsopt.report(outer).in_eager
+    assert "an input is a function: _Callable" in reason
+
+
+class Cached:
+    double = tsopt.hybridize(functools.lru_cache(lambda self, x: x * 2), **QUICK)
+
+
+def test_what_binds_as_a_method_still_does(always_faster):
+    close(Cached().double(X), X * 2)

@@ -378,3 +378,14 @@ def test_an_attribute_of_a_hybrid_function_is_read(always_faster, calls):
     scaled.scale = 3.0
     close(scaled(X), X * 3)
     assert len(calls) == 2
+
+
+def test_an_attribute_that_nothing_reads_may_come_and_go(always_faster, calls):
+    net = tsopt.hybridize(WithDefaults().eval(), **QUICK)
+    with torch.no_grad():
+        for number in range(4):
+            net.config.note = number
+            net(X)
+            del net.config.note
+            net(X)
+    assert len(calls) == 1

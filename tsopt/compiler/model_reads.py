@@ -18,7 +18,7 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import elements_of, in_slots
+from tsopt.compiler.calls.snapshot import Wrapper, elements_of, in_slots
 from tsopt.compiler.code_names import imported_by, names_in
 from tsopt.compiler.contents import HEAP_TYPE, is_installed, is_library, package_of
 from tsopt.compiler.places import ABSENT, InContext, InThread, OfClass
@@ -161,6 +161,9 @@ class _Search:
         if isinstance(value, LEAVES) or self._searched >= SEARCHED:
             return
         cls = type(value)
+        if isinstance(value, Wrapper):  # a hybrid of an object
+            self._value(value.__wrapped__)  # type: ignore[attr-defined]
+            return
         is_container, is_users = isinstance(value, (list, tuple, set, dict)), not is_library(cls.__module__)
         parts = list(dict.values(value)) if isinstance(value, dict) else elements_of(value) if is_container else []
         attributes = _attributes(value)
@@ -177,7 +180,7 @@ class _Search:
             self.found.objects.append(value)
             attributes = attributes | in_slots(value)
         for some in (parts, list(attributes.values())):
-            kept = some if len(some) <= PARTS else [item for item in some if isinstance(item, nn.Module)]
+            kept = some if len(some) <= PARTS else [item for item in some if issubclass(type(item), nn.Module)]
             self._parts_left += reversed(kept)
 
     def _class(self, cls: type, *, is_held: bool) -> None:

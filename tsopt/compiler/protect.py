@@ -25,6 +25,11 @@ from tsopt.compiler.quiet import unwarned
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
 
+LARGEST = 1 << 24  # bytes of a tensor in a plain attribute, a list or a closure that may be state
+USUAL = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}) | frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+
 
 @contextmanager
 def protected(
@@ -50,13 +55,14 @@ def protected(
         draws: the block may draw random numbers. Otherwise they are put back only where no other thread runs, which
             would draw once more what it has drawn meanwhile.
     """
-    modules, written = _modules_reached(model), list(written)
+    modules, written, of_function = _modules_reached(model), list(written), _is_function(model)
+    among_threads = among_threads or (of_function and others_run())
     attributes = Attributes(modules)
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
     tables = _tables_with(written if among_threads else (), modules)
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
-    plain = [t for m in modules for t in vars(m).values() if isinstance(t, torch.Tensor) and _has_values(t)]
+    plain = [t for m in modules for t in vars(m).values() if is_small_state(t)]
     known = written if among_threads else (*buffers, *plain, *written)
     values = [(t, t.detach().clone()) for t in {id(t): t for t in known}.values() if _has_values(t)]
     mine = {id(tensor) for tensor in written}
@@ -75,6 +81,8 @@ def protected(
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         alone = alone and not others_run()
+        # Code of a function reaches modules that it does not call, which another thread may be training.
+        among_threads = among_threads or (of_function and not alone)
         _put_back(variables, {*os.environ, *variables} if alone else _set_by_inductor(variables))
         if alone and directory and _directory() != directory:
             with contextlib.suppress(OSError):  # it may be gone
@@ -88,7 +96,7 @@ def protected(
                 if is_mine and not _same_memory(tensor, data):
                     tensor.data = data
             for tensor, value in values:
-                if not same_bytes(tensor, value):
+                if (not among_threads or id(tensor) in mine) and not same_bytes(tensor, value):
                     tensor.detach().copy_(value)
 
 
@@ -167,11 +175,13 @@ def modules_of(model: Any) -> list[nn.Module]:
     return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
+def _is_function(model: Any) -> bool:
+    return callable(model) and not isinstance(model, (nn.Module, InEvalMode))
+
+
 def _modules_reached(model: Any) -> list[nn.Module]:
     """The modules behind what is called; of a function, those that its code reads."""
-    if callable(model) and not isinstance(model, (nn.Module, InEvalMode)):
-        return reads_of(model).modules
-    return modules_of(model)
+    return reads_of(model).modules if _is_function(model) else modules_of(model)
 
 
 def training_of(modules: Iterable[nn.Module]) -> list[bool]:
@@ -222,6 +232,20 @@ def _directory() -> str:
 def _has_values(tensor: torch.Tensor) -> bool:
     lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
     return not lazy and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def is_small_state(value: object) -> bool:
+    """Whether a value that is no buffer is a tensor that a call may write as its state: of a usual type, and small.
+
+    What is larger is a weight. Of other types, such as quantized ones, nobody knows how to compare or to write them.
+    """
+    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return False
+    tensor: Any = value
+    if not _has_values(tensor) or tensor.is_quantized or tensor.is_nested or tensor.dtype not in USUAL:
+        return False
+    fits = 0 < tensor.nbytes <= min(LARGEST, tensor.untyped_storage().nbytes())
+    return fits and all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

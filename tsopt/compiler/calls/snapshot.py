@@ -15,8 +15,14 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+
+class Wrapper:
+    """What is callable because of what it wraps: an argument like a function, not an object with data."""
+
+
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-FIXED = (*SCALARS, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, Enum, PurePath, range, slice)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, Wrapper)
+FIXED = (*SCALARS, *FUNCTIONS, type, ModuleType, Enum, PurePath, range, slice)
 PLAIN_TENSORS = ("Tensor", "Parameter", "Buffer")
 SYMBOLIC = ("SymInt", "SymFloat", "SymBool")
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class of Python's, or one of C that has been made at run time

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Iterator, Sequence
 from itertools import zip_longest
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import fx, nn
 from tsopt.compiler.calls.effects import Effect, containers_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.memory import is_repeated, overlaps
-from tsopt.compiler.calls.snapshot import is_iterator
+from tsopt.compiler.calls.snapshot import FUNCTIONS, is_iterator
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.capture.question import PRESENT, Question
 from tsopt.compiler.graph import ops
@@ -25,7 +24,7 @@ from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.errors import CaptureError, GraphBreakError, NotReady
 
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+CALLED = (*FUNCTIONS, functools.partial)
 PURE = ("torch", "math", "_operator")  # modules whose functions only compute
 
 
@@ -116,7 +115,7 @@ def check_inputs(model: object, example: Example) -> None:
 
 def _functions(node: Structure, path: str) -> Iterator[tuple[str, Any]]:
     """Functions among the arguments that are not torch's own, with their paths; not those that objects hold."""
-    if node.kind == "const" and isinstance(node.value, FUNCTIONS):
+    if node.kind == "const" and isinstance(node.value, CALLED):
         if not (getattr(node.value, "__module__", None) or "").startswith(PURE):
             yield path, node.value
     elif node.kind in ("tuple", "list", "dict", "namedtuple"):

@@ -122,7 +122,7 @@ class Watch:
         return [*map(_code, functions), *map(_defaults, functions), *map(_kwdefaults, functions)]
 
     def _is_only_more(self) -> bool:
-        """Whether all that differs is attributes that nothing reads; they are part of what is there from now on."""
+        """Whether all that differs is attributes that nothing reads: what there is of them counts from now on."""
         found = self._found
         if [*map(len, found.tables)] == self._sizes:
             return False
@@ -131,7 +131,7 @@ class Watch:
             for table, known in zip(found.tables, found.known, strict=True)
             for name in table
         )
-        if shadows or any(len(t) < n for t, n in zip(found.tables, self._sizes, strict=True)):
+        if shadows:
             return False
         before, self._sizes = self._sizes, [*map(len, found.tables)]
         if self.changed():
@@ -285,7 +285,8 @@ class Watch:
         dicts = {id(held) for held in found.keyed}
         same = (
             self._marks.hold()
-            and [*map(len, found.tables)] == self._sizes
+            and not self._gained(outside=True)
+            and not self._gained(outside=False)
             and [*map(type, found.typed)] == self._types
             and [*map(_own, found.whole)] == self._own
             and all_alike(others, self._all.values[len(self._held) :])

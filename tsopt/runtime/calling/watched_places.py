@@ -17,7 +17,7 @@ from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name,
 
 CONTENTS = 64  # values in a container that is compared at each call; of longer ones, it is how many
 MOST = 512  # and how many containers and objects, those apart that modules, functions and globals hold themselves
-MOST_TENSORS = 8192  # in long containers
+MOST_TENSORS = 512  # in long containers: each costs time at each call
 OWN = (*TABLES, *HOOKS, "training")  # of each module
 ORDERED = ("_modules", *HOOKS)  # tables whose order counts
 Slot = tuple[Mapping[str, Any], str]
@@ -121,7 +121,7 @@ class WatchedPlaces:
         if id(value) not in self._of_process:
             self.sized.append(held)
             self.long.append(held)
-            inside = [item for item in values_of(held) if isinstance(item, torch.Tensor)]
+            inside = [item for item in values_of(held) if issubclass(type(item), torch.Tensor)]
             self.tensors += inside[: max(0, MOST_TENSORS - len(self.tensors))]
         return []
 

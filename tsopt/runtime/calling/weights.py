@@ -85,7 +85,8 @@ def _address(tensor: torch.Tensor) -> Any:
 def has_place(tensor: torch.Tensor) -> bool:
     """Whether it has memory that can be told by an address."""
     lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-    return not lazy and tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    return not lazy and is_dense and type(tensor).__torch_dispatch__ is _NO_DISPATCH
 
 
 def tensors_of(model: Any) -> Sequence[torch.Tensor]:
