@@ -65,8 +65,8 @@ def check(
 
     Speed is compared as a speed-up over eager, so that a baseline from another machine can be compared with; on the
     same machine, also over layers that are always the same. Eager does not show that the model itself has become
-    larger, so its multiply-accumulates are compared as well. Sessions of two seconds are added until the slowdown is
-    decided or the time is over.
+    larger, so its multiply-accumulates are compared as well. Sessions of two seconds, or of one for calls of less than
+    a tenth of a millisecond, are added until the slowdown is decided or the time is over.
 
     Args:
         baseline: what `update` wrote; the JSON of a report; or the bundle of the earlier model, which is timed in the
