@@ -361,18 +361,19 @@ def test_the_table_has_shares_and_ends_with_the_whole_call(made):
 
 
 def test_outside_of_a_terminal_there_is_room_for_the_line_the_bytes_and_the_intensity(made):
-    layer, line, op, precision, *numbers, intensity = made.full_cells()[0][:9]
-    assert (layer, op, precision) == ("block", "conv2d", "fp32")
-    assert line == made.layers[0].source
-    assert "test_profile.py:" in line
-    work = made.layers[0].work
-    assert [float(n) for n in numbers] == pytest.approx(
+    found = dict(zip(made.full_header, made.full_cells()[0], strict=True))
+    assert (found["layer"], found["op"], found["in"]) == ("block", "conv2d", "fp32")
+    assert found["line"] == made.layers[0].source
+    assert "test_profile.py:" in found["line"]
+    work, columns = made.layers[0].work, ("MMACs", "MB read", "MB of weights", "MB written")
+    assert [float(found[name]) for name in columns] == pytest.approx(
         [work.macs / 1e6, work.inputs / 1e6, work.weights / 1e6, work.outputs / 1e6], rel=0.01
     )
-    assert float(intensity) == pytest.approx(work.macs / work.bytes, rel=0.01)
+    assert float(found["MACs/byte"]) == pytest.approx(work.macs / work.bytes, rel=0.01)
     assert {len(row) for row in made.full_cells()} == {len(made.full_header)}
     assert [row[0] for row in made.full_cells()] == [row[0] for row in made.cells()]
-    assert [row[-4:] for row in made.full_cells()] == [row[-4:] for row in made.cells()]
+    assert [row[2:6] for row in made.full_cells()] == [row[4:8] for row in made.cells()]  # the times come first
+    assert [row[-1] for row in made.full_cells()] == [row[-1] for row in made.cells()]
     whole = dict(zip(made.full_header, made.full_cells()[-1], strict=True))
     assert float(whole["MB of weights"]) == pytest.approx(made.work.weights / 1e6, rel=0.01)
     assert " | MACs/byte | " in made.markdown

@@ -125,7 +125,7 @@ def _accuracy(report: Report) -> Iterator[tuple[str, ...]]:
         if row.key == report.winner_key and row.accuracy is not None:
             found = row.accuracy
             for kind, size, difference in zip(found.inputs, found.sizes, found.differences, strict=False):
-                yield kind, f"{size:.1e}", f"{difference:.1e}", f"{difference / size:.1e}" if size else "-"
+                yield kind, f"{size:.3g}", f"{difference:.1e}", f"{difference / size:.1e}" if size else "-"
 
 
 def _steps(records: Sequence[PassRecord]) -> Iterator[Step]:

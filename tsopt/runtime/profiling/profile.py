@@ -115,8 +115,9 @@ class Profile:
     @property
     def full_header(self) -> tuple[str, ...]:
         """For tables that are not in a terminal, which has no room for all of it."""
-        layer, op, macs, _, *others = self.header
-        return (layer, "line", op, "in", macs, "MB read", "MB of weights", "MB written", "MACs/byte", *others)
+        layer, op, macs, _, *times, kernel = self.header
+        moved = ("MB read", "MB of weights", "MB written", "MACs/byte")
+        return (layer, op, *times, "in", macs, *moved, "line", kernel)
 
     def cells(self, top: int | None = None) -> list[tuple[str, ...]]:
         """Rows under `header`: the layers, what is left, and the whole call.
@@ -140,13 +141,13 @@ class Profile:
     def full_cells(self) -> list[tuple[str, ...]]:
         """Rows under `full_header`."""
         rows = []
-        for number, (name, op, macs, _, *others) in enumerate(self.cells()):
+        for number, (name, op, macs, _, *times, kernel) in enumerate(self.cells()):
             layer = self.layers[number] if number < len(self.layers) else None
             work = self.work if name == WHOLE else Work() if layer is None else layer.work
             line, precision = ("", "") if layer is None else (layer.source, layer.precision)
             intensity = "-" if layer is None or not layer.work.macs else three_digits(layer.work.intensity or 0.0)
             moved = map(_millions, (work.inputs, work.weights, work.outputs))
-            rows.append((name, line, op, precision, macs, *moved, intensity, *others))
+            rows.append((name, op, *times, precision, macs, *moved, intensity, line, kernel))
         return rows
 
     def _cells(
