@@ -123,7 +123,7 @@ def turns_for(call: Callable[..., Any], example: Example) -> float:
     with torch.inference_mode():
         (alone,) = undisturbed({"call": call}, 1.0)
         turn = min(timeit.repeat(slowed(int, 100_000), number=1, repeat=20)) * 1e3 / 100_000  # milliseconds
-        few, many = (round(share * SEEDED * alone / turn) for share in (0.2, 1.8))  # too few turns and too many
+        few, many = (round(share * SEEDED * alone / turn) for share in (0.2, 1.8))  # one too low, one too high
         alone, with_few, with_many = undisturbed(
             {"call": call, "few": slowed(call, few), "many": slowed(call, many)}, CALIBRATION_SECONDS
         )

@@ -70,7 +70,7 @@ def measured_here(place: Path) -> Rows:
     if not place.exists():
         return {}
     found, here = json.loads(place.read_text()), json.loads(json.dumps(environment().to_json()))  # lists for tuples
-    # The build of the kernel is not in the header of the results: another one is no other kind of machine.
+    # A different kernel build is still the same kind of machine; the header of the results does not name it either.
     same = all(found["environment"].get(key) == value for key, value in here.items() if key != "platform")
     return found["models"] if same else {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType
+from types import BuiltinFunctionType, MemberDescriptorType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -23,7 +23,7 @@ from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.report import Report
 
 Model = TypeVar("Model", bound=Callable[..., Any])
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)  # all other callables have state
+STATELESS = (BuiltinFunctionType, functools.partial, type)  # besides functions and methods, which are descriptors
 CLASS: Any = vars(object)["__class__"]  # past what hybrids tell
 
 
@@ -75,7 +75,7 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
         return _module(original, Compiled(original, background, options))
     if not callable(original):
         raise UsageError(f"a {type(original).__name__} cannot be hybridized", fix="pass an nn.Module or a function")
-    if isinstance(original, FUNCTIONS) or hasattr(type(original), "__get__"):  # that is bound as a method
+    if isinstance(original, STATELESS) or hasattr(type(original), "__get__"):
         return _function(original, Compiled(original, background, options))
     return _Callable(original, Compiled(original, background, options))
 

@@ -235,9 +235,10 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def is_small_state(value: object) -> bool:
-    """Whether a value that is no buffer is a tensor that a call may write as its state: of a usual type, and small.
+    """Whether a value is a tensor that a call might use as state without registering it as a buffer.
 
-    What is larger is a weight. Of other types, such as quantized ones, nobody knows how to compare or to write them.
+    Large tensors are taken for weights. Unusual ones, such as quantized tensors, cannot be compared or restored byte by
+    byte.
     """
     if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return False

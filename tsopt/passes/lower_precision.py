@@ -33,8 +33,6 @@ from tsopt.passes.quantize.layer_names import kept_in_float
 from tsopt.passes.quantize.layers import NO_LAYER, quantized_already
 from tsopt.passes.quantize.weights import Int8Weights
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 PRODUCTS = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "bilinear"}
     | {"conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
@@ -84,7 +82,7 @@ class LowerPrecision(Pass):
 
     def run(self, program: Program, limits: Limits) -> Changes:
         kept = kept_in_float(products_of(program), self.keep_float)
-        lowering = _Lowering(program, DTYPES[self.precision], limits, kept)
+        lowering = _Lowering(program, ops.HALVES[self.precision], limits, kept)
         lowering.run()
         done = tuple(Done("lower_product", place) for place in lowering.products)
         return Changes(done, numerics=Numerics.LOSSY if done else Numerics.EXACT)

@@ -78,7 +78,7 @@ class SmallLayers:
         self._program = capture(layers, self._x)
 
     def opened(self) -> Callable[..., Any] | None:
-        """Calls them, whatever it is called with; compiled anew. None without ONNX Runtime."""
+        """A freshly compiled callable that ignores its arguments; None without ONNX Runtime."""
         try:
             call = compile(self._program, "onnxruntime")
         except TsoptError:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.profiling.models import Cnn, optimized
 from tests.runtime.racing.helpers import fast_timings
-from tsopt.compiler.graph.values import flat_inputs
 from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends.backend import Profiles, get_backend
 from tsopt.runtime.backends.candidate import Candidate
@@ -20,24 +20,11 @@ from tsopt.runtime.profiling import limits, op_by_op, ort
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.kernels import Kernel, Timed, ms_of_values
 from tsopt.runtime.profiling.limits import Limits
-from tsopt.runtime.profiling.precisions import Precisions
 from tsopt.runtime.profiling.profile import ELSEWHERE, WHOLE
 from tsopt.runtime.profiling.rows import profile_of
-from tsopt.runtime.profiling.work import OpWork, Work
+from tsopt.runtime.profiling.work import Work
 
 ENGINES = ("eager", "onednn", "onnxruntime", "openvino")
-
-
-class Cnn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
-        self.block = nn.Conv2d(32, 32, 3, padding=1)
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head((self.block(x) + x).mean((2, 3)))
 
 
 class Attending(nn.Module):
@@ -56,16 +43,6 @@ class Scores(nn.Module):
         return x.sin() @ x.T
 
 
-def optimized(model, example):
-    program = tsopt.transform(tsopt.capture(model.eval(), example))
-    return program, [value.clone() for value in flat_inputs(program, tsopt.example(example))]
-
-
-@pytest.fixture(scope="module")
-def cnn():
-    return optimized(Cnn(), torch.randn(2, 3, 32, 32))
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kernels_are_told_by_the_users_modules(engine, cnn):
     program, inputs = cnn
@@ -76,7 +53,7 @@ def test_kernels_are_told_by_the_users_modules(engine, cnn):
         assert layers[name].op == op
         assert layers[name].ms[title] > 0
         assert layers[name].kernels[title]
-        assert "test_profile.py" in layers[name].where
+        assert "profiling/models.py" in layers[name].where
     assert found.engines == tuple(dict.fromkeys((Candidate("eager").title, title)))
     assert found.notes == ()
 
@@ -117,15 +94,6 @@ def test_ops_on_one_line_outside_of_modules_have_a_row_each():
     assert {"sin", "matmul"} <= {item.op for item in found.layers}
     (where,) = {item.where for item in found.layers if item.op in ("sin", "matmul")}
     assert found.by_place(found.engines[0])[where] == max(item.ms[found.engines[0]] for item in found.layers)
-
-
-def test_a_module_of_several_ops_is_told_by_its_product(cnn):
-    program = cnn[0].copy()
-    head, mean = (next(node for node in program.calls() if name in node.name) for name in ("linear", "mean"))
-    mean.meta.update(module="head", source=head.meta["source"])
-    timed = Timed((Kernel("mean", 1.0, (mean,)), Kernel("gemm", 2.0, (head,))), 4.0)
-    (row,) = profile_of("Cnn", {"engine": timed}).layers
-    assert (row.op, row.ms["engine"]) == ("linear", 3.0)
 
 
 def test_the_work_of_a_layer_is_told_beside_its_times(cnn):
@@ -305,51 +273,6 @@ def test_where_the_winner_cannot_be_timed_the_limits_are_those_of_what_is(cnn, a
     assert found.limits is not None
 
 
-@pytest.fixture
-def made(cnn, request):
-    """Two engines, the second of which has fused the first two layers, and knows nothing of one of its kernels."""
-    program, inputs = cnn
-    convolutions = [node for node in program.calls() if "conv" in node.name]
-    (head,) = (node for node in program.calls() if "linear" in node.name)
-    torch_ = Timed(
-        (*(Kernel("aten.conv2d", 2.0, (node,)) for node in convolutions), Kernel("aten.linear", 1.0, (head,))), 6.0
-    )
-    other = Timed(
-        (Kernel("fused", 3.0, tuple(convolutions)), Kernel("gemm", 0.5, (head,)), Kernel("reorder", 0.25)), 4.0
-    )
-    # A layer takes as many milliseconds as it has million MACs, unless a test says what the machine can do.
-    limits = Limits(macs=getattr(request, "param", 1e9), moved=((1, 1e18),))
-    return profile_of("Cnn", {"torch": torch_, "engine": other}, OpWork(program, inputs), limits)
-
-
-@pytest.mark.parametrize(("made", "share"), [(6e9, 1.0), (5.5e9, 1.0), (1e9, 6.291456)], indirect=["made"])
-def test_the_machine_is_as_fast_as_a_layer_that_exceeds_its_limit_by_a_little(made, share):
-    assert made.layers[0].limit("engine") == pytest.approx(share)
-    assert made.limits.macs == pytest.approx(6.291456e9 if share == 1 else 1e9)
-
-
-def test_each_precision_is_as_fast_as_a_layer_that_exceeds_its_limit_by_a_little(cnn):
-    """In the engine that runs: the others compute in float32."""
-    program, inputs = cnn
-    (block,) = (node for node in program.calls() if node.meta.get("module") == "block")
-    timed = {name: Timed((Kernel("conv", 3.0, (block,)),), 4.0) for name in ("torch", "engine")}
-    limits = Limits(macs=6e9, moved=((1, 1e18),), lowered={"bf16": 5.5e9})
-    precisions = Precisions(others="bf16")
-    found = profile_of("Cnn", timed, OpWork(program, inputs), limits, precisions=precisions)
-    assert found.limits.macs == found.limits.lowered["bf16"] == pytest.approx(6.291456e9)
-    of_bf16 = replace(limits, macs=1e12)
-    found = profile_of("Cnn", timed, OpWork(program, inputs), of_bf16, precisions=precisions)
-    assert (found.limits.macs, found.limits.lowered["bf16"]) == (1e12, pytest.approx(6.291456e9))
-    assert found.layers[0].limit("engine") == pytest.approx(1.0)
-
-
-def test_rows_are_sorted_by_what_they_take_in_the_engine_that_runs(made):
-    assert [item.layer for item in made.layers] == ["block", "head", "stem.0"]
-    assert made.layers[2].ms == {"torch": 2.0}
-    assert made.elsewhere == {"torch": 1.0, "engine": 0.5}
-    assert made.by_place("engine") == {item.where: item.ms["engine"] for item in made.layers[:2]}
-
-
 def test_the_table_has_shares_and_ends_with_the_whole_call(made):
     assert made.header == ("layer", "op", "MMACs", "MB", "torch ms", "engine ms", "share", "of limit", "kernel")
     rows = made.cells()
@@ -364,7 +287,7 @@ def test_outside_of_a_terminal_there_is_room_for_the_line_the_bytes_and_the_inte
     found = dict(zip(made.full_header, made.full_cells()[0], strict=True))
     assert (found["layer"], found["op"], found["in"]) == ("block", "conv2d", "fp32")
     assert found["line"] == made.layers[0].source
-    assert "test_profile.py:" in found["line"]
+    assert "profiling/models.py:" in found["line"]
     work, columns = made.layers[0].work, ("MMACs", "MB read", "MB of weights", "MB written")
     assert [float(found[name]) for name in columns] == pytest.approx(
         [work.macs / 1e6, work.inputs / 1e6, work.weights / 1e6, work.outputs / 1e6], rel=0.01

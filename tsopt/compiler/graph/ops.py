@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 aten = torch.ops.aten
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the name of the precision
 
 Arguments = dict[str, Any]
 

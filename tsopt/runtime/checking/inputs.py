@@ -66,7 +66,7 @@ NEAR = 0.01  # the part of a number that a value near it may be off by
 
 
 def is_ordinary(kind: str) -> bool:
-    """Whether inputs of a kind are no larger than numbers usually are."""
+    """Whether inputs of this kind have ordinary magnitudes."""
     return kind != "large" and not kind.startswith(EXTREME)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tsopt.compiler.graph.ops import HALVES
 from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_VARIANTS, INT8_WEIGHTS
 from tsopt.runtime.profiling.work import Work
 from tsopt.runtime.thread_count import torch_threads
@@ -21,7 +22,6 @@ SIDES = (256, 512, 1024)  # of square matrices: the fastest product counts
 IMAGES = ((64, 56), (128, 28), (256, 14))  # channels and side: convolutions reach a tenth more than products
 SIZES = tuple(1 << exponent for exponent in range(14, 28, 2))  # bytes that are moved: caches are faster than memory
 SECONDS = 0.03  # for each of these
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What a layer in a lower precision reads of its weights, and what it reads and writes of other values: at least this
 # share of the bytes in float32. Engines pass integers on between layers only if the scales are known before the call.
 WIDTHS = {name: (0.5, 0.5) for name in HALVES} | {

@@ -14,7 +14,6 @@ from tsopt.compiler.graph.quantized import calibrated_input, quantized_layers
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
 from tsopt.compiler.precision_names import FP32
 from tsopt.runtime.backends.candidate import BY_ENGINE, Candidate
-from tsopt.runtime.profiling.limits import HALVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ def precisions_of(candidate: Candidate, program: Program) -> Precisions:
     lowered: Iterable[fx.Node]
     for name in BY_ENGINE:
         others = str(options.get(name, others))
-    if candidate.variant in HALVES:
+    if candidate.variant in ops.HALVES:
         lowered = (node for node in program.calls() if _is_in(node, candidate.variant))
     else:
         scores = (node for node in attentions_of(program) if any(map(calibrated_input, operands_of(node))))
@@ -48,4 +47,4 @@ def precisions_of(candidate: Candidate, program: Program) -> Precisions:
 
 
 def _is_in(node: fx.Node, precision: str) -> bool:
-    return any(tensor.dtype == HALVES[precision] for tensor in ops.tensors_of(node.meta.get("val")))
+    return any(tensor.dtype == ops.HALVES[precision] for tensor in ops.tensors_of(node.meta.get("val")))

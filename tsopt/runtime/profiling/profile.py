@@ -33,7 +33,7 @@ class LayerTime:
         layer: its module path; the name of its value where it belongs to no module.
         op: `linear`, `scaled_dot_product_attention`.
         where: module path and source line.
-        source: the source line alone; empty where it is not known.
+        source: the source line; empty if unknown.
         ms: for a call, by engine; none where the engine has fused it into another layer.
         kernels: the engine's names of what it runs, by engine.
         work: in a call in full precision, whatever the engines compute in.
