@@ -18,6 +18,7 @@ import tsopt
 from bench.untouched import changed, state_of
 from tests.compiler.capture.models import Layered, Marked, X
 from tests.passes.helpers import assert_computes
+from tsopt.compiler.capture import export_errors
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.errors import GraphBreakError, UsageError
@@ -295,6 +296,22 @@ def test_a_script_that_is_no_graph_runs_as_it_is(training):
     assert "as TorchScript, with its own optimizations: the TorchScript code has data-dependent" in fast.report.frontend
     for x in (X + 1, X - 1):
         assert torch.equal(fast(x), model(x))
+
+
+def test_a_model_that_runs_is_not_called_again_where_torchscript_fails_too(monkeypatch):
+    """It decides by values, so that torch.export fails, and goes through numpy, so that TorchScript does."""
+
+    class Deciding(nn.Module):
+        def forward(self, x):
+            return torch.from_numpy(x.numpy() + 1) if x.sum() > 0 else x - 1
+
+    asked = []
+    plain = export_errors.failure_of_the_model
+    monkeypatch.setattr(export_errors, "failure_of_the_model", lambda *args: asked.append(1) or plain(*args))
+    monkeypatch.setattr("tsopt.compiler.capture.capture.failure_of_the_model", export_errors.failure_of_the_model)
+    with pytest.raises(tsopt.CaptureError):
+        capture(Deciding().eval(), X)
+    assert asked == [1]
 
 
 def test_what_torchscript_cannot_compile_is_refused():

@@ -311,3 +311,16 @@ def test_a_neighbour_with_elements_far_away_excuses_nothing(steps, ok):
     near[:steps] += 0.25
     found = compare(result, reference, moved=lambda: [near])
     assert (found.ok, found.test) == (ok, "rounding" if ok else "element")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda value: value + 0.02, lambda value: value.index_fill(0, torch.tensor([7]), 9.0)]
+)
+def test_the_model_is_not_called_for_neighbours_that_could_not_excuse_a_result(change):
+    """A call of a detector takes seconds: the outputs differ by more than any neighbour may."""
+    reference = torch.rand(3000, generator=torch.Generator().manual_seed(0)) + 1
+    asked = []
+    assert not compare(change(reference), reference, moved=lambda: asked.append(1) or [reference]).ok
+    assert asked == []
+    assert not compare(reference * (1 + 1e-3), reference, moved=lambda: asked.append(1) or [reference]).ok
+    assert asked == [1]

@@ -225,7 +225,7 @@ def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | Non
         if frontend != "auto":
             raise
         try:
-            program = _read(model, example, wanted, "torchscript")
+            program = _read(model, example, wanted, "torchscript", runs=True)
         except CaptureError as failure:  # what counts is why the first one did not read it
             log.info("TorchScript cannot capture %s: %s", name_of(model), failure)
             raise error from None
@@ -233,10 +233,16 @@ def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | Non
         return replace(program, frontend=f"{program.frontend}, because torch.export failed: {because}")
 
 
-def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str) -> Program:
-    """The program by another front end, compared with the model."""
+def _read(
+    model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str, *, runs: bool = False
+) -> Program:
+    """The program by another front end, compared with the model.
+
+    Args:
+        runs: whether the model is known to run on its example: a failure need not be looked for there.
+    """
     with protected(model):  # whatever the reader leaves on the model must not be what it is compared with
-        program = _capture(model, example, wanted, reader)
+        program = _capture(model, example, wanted, reader, runs=runs)
     program = _compared(program, model, example, reader)
     return replace(program, frontend=f"by {BEFORE_EXPORT[reader]}")
 
@@ -295,7 +301,14 @@ def _called_forward(function: FunctionType) -> FunctionType:
     return made
 
 
-def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str = "export") -> Program:
+def _capture(
+    model: Callable[..., Any],
+    example: Example,
+    wanted: Dynamic | None,
+    reader: str = "export",
+    *,
+    runs: bool = False,
+) -> Program:
     leaves, outer = flatten((example.args, example.kwargs))
     outer = outer if wanted is None else wanted.structure
     names = input_names(model, outer)
@@ -317,9 +330,9 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         traced = _exported(flat, inputs, shapes)
         exported = functional(traced)
     except GraphBreakError as error:
-        raise failure_of_the_model(model, example, error) or error from error
+        raise (None if runs else failure_of_the_model(model, example, error)) or error from error
     except Exception as error:
-        raise explain(error, model, example) from error
+        raise explain(error, model, example, runs=runs) from error
     result, effects = outcomes[-1]
     check_result(result, effects, held)
     program = lower(exported, names, outer, result, effects, name_of(model))

@@ -208,11 +208,15 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def explain(error: Exception, model: Callable[..., Any], example: Example) -> CaptureError:
-    """The user's view of a failed export: the model's own error if it fails in eager, else the construct."""
+def explain(error: Exception, model: Callable[..., Any], example: Example, *, runs: bool = False) -> CaptureError:
+    """The user's view of a failed export: the model's own error if it fails in eager, else the construct.
+
+    Args:
+        runs: whether the model is known to run on its example.
+    """
     if isinstance(error, CaptureError):
         return error
-    own = failure_of_the_model(model, example, error)
+    own = None if runs else failure_of_the_model(model, example, error)
     if own is not None:
         return own
     where = user_frame(error)

@@ -290,7 +290,7 @@ def optimize_partitioned(
                 spent = [traced, *first_calls(run, inputs, wait)]
             progress(f"check {title}")
             verdict = oracle.judge(run)
-            leaves_no_trace = _leaves_no_trace(model, inputs[0], state)
+            leaves_no_trace = verdict.ok and _leaves_no_trace(model, inputs[0], state)
             known: dict[str, float] = {}
             if verdict.ok:  # both have been called several times: in a warm-up, each call of a detector takes seconds
                 with torch.no_grad():

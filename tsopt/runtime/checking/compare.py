@@ -108,7 +108,8 @@ def compare(
     # For a float64 output too: what comes before it may be float32, and then eager itself is off.
     truth = reference64() if reference64 is not None else None
     if truth is None:
-        if any(_is_rounding(_real(other), res, ref, scale) for other in itertools.islice(moved(), NOISE)):
+        near = itertools.islice(moved(), NOISE) if _may_be_rounding(res, ref, scale) else ()
+        if any(_is_rounding(_real(other), res, ref, scale) for other in near):
             return Comparison(True, "rounding", difference)
         missing = "" if reference64 is None else "; no float64 reference could be computed"
         return Comparison(False, "element", difference, failed + missing)
@@ -172,6 +173,12 @@ def _is_as_far(other: torch.Tensor, res: torch.Tensor, ref: torch.Tensor, factor
     """Whether a neighbour of eager's value is about as far from it as the result is."""
     (rmse, worst), (other_rmse, other_worst) = _errors(res, ref), _errors(other, ref)
     return rmse <= factor * other_rmse and worst <= 10 * other_worst
+
+
+def _may_be_rounding(res: torch.Tensor, ref: torch.Tensor, scale: float) -> bool:
+    """Whether any neighbour could be as far from the reference as a result is: each one is a call of the model."""
+    rmse, worst = _errors(res, ref)
+    return rmse <= 2.0 * SHAKEN * scale and worst <= 10 * SHAKEN * float(ref.abs().max())
 
 
 def _is_rounding(other: torch.Tensor, res: torch.Tensor, ref: torch.Tensor, scale: float) -> bool:
