@@ -101,11 +101,13 @@ def optimize(
         precision: a lower precision in which products of float32 matrices may be computed: `"bf16"`, `"fp16"`,
             `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers and convolutions on
             8-bit integers (on the CPU): with scales that each call computes from its input, for the whole of it or for
-            groups in each row (linear layers only), or that `calibration` finds. These candidates race alongside those
-            in `"fp32"`. Their outputs are compared by the relative error of a whole tensor: at most 4.4 % for `int8`,
-            which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
-        calibration: real inputs for static int8 quantization in ONNX Runtime and OpenVINO. Half of them are held out to
-            judge candidates in lower precisions.
+            groups in each row (linear layers only), or that `calibration` finds; or `"int4"` for linear layers with
+            weights in 4 bits where that is accurate enough and in 8 bits elsewhere, which `"auto"` does not include.
+            These candidates race alongside those in `"fp32"`. Their outputs are compared by the relative error of a
+            whole tensor: at most 4.4 % for `int8` and `int4`, which is a cosine of 0.999, 3 % for `bf16`, 1 % for the
+            others.
+        calibration: real inputs for int8 and int4; with them, static int8 quantization in ONNX Runtime and OpenVINO is
+            tried as well. Half of them are held out to judge candidates in lower precisions.
 
             - A DataLoader, a Dataset or another iterable, of inputs like `example_input` or of (input, target). At most
               128 inputs are read: from all of what has a length and an order, otherwise from the first on. Batches of
@@ -119,9 +121,9 @@ def optimize(
             number, higher is better; `"top1"` (of the first output, along the last axis; all others may have a
             relative error of 4.4 %) or `"cosine"`, the agreement with eager; or
             `"sqnr"`, the default: a relative error of at most 4.4 % over all held-out inputs. As many layers run in
-            int8 as this allows; those whose error counts most at the outputs stay in float32. A function can call a
-            candidate, with batches of any size, and read parameters and attributes of the model from it; a candidate
-            for which it is NaN is refused.
+            int8 or int4 as this allows; those whose error counts most at the outputs keep more bits. A function can
+            call a candidate, with batches of any size, and read parameters and attributes of the model from it; a
+            candidate for which it is NaN is refused.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"cosine"`, and to `"top1"` as well if the first output has rows, which may be scores.
         keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`. Engines
@@ -162,7 +164,8 @@ def optimize(
         memory: bytes that the candidates' processes may take together; None for 80 % of what is free. If that is not
             enough for all of them, they are compiled one after the other, and of the fastest as many are kept as fit.
         cache: reuse the result of an earlier race of the same program on this machine, once its winner has been
-            verified and timed against eager again, and store the result of a new race. `tsopt cache show` says where.
+            verified and timed against eager again, and store the result of a new race. What quantization measures is
+            stored and reused too, but for values of your own `metric`. `tsopt cache show` says where.
         check_indices: engines that accept out-of-range indices get every call's indices checked, whatever the cost,
             and raise what eager raises. False checks only those that take less than 1 % of a call to check; the report
             lists the rest.

@@ -24,7 +24,7 @@ from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.drawing import drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
+from tsopt.compiler.precision_names import FP32, INTEGER_VARIANTS
 from tsopt.compiler.protect import InEvalMode, as_eval, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NotReady, TsoptError, UsageError
@@ -152,6 +152,7 @@ class Request:
             *(rehearsal.model, program, example, wanted, self.int8),
             seed=self.race.seed,
             seconds=math.inf if self.race.budget is None else SHARE_OF_QUANTIZATION * self.race.budget,
+            cache=self.cache,
             progress=self.progress,
         )
 
@@ -319,7 +320,7 @@ class Request:
         reasons: list[str] = []
         settings = replace(self.race, seconds=SHORT_RACE, budget=None, held_out=made.ranges.held_out)
         for candidate in candidates:
-            judged_by = criterion if candidate.precision in INT8_VARIANTS else None
+            judged_by = criterion if candidate.precision in INTEGER_VARIANTS else None
             outcome = race(
                 rehearsal.model,
                 made.captured,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.helpers import ENTRY, KEY
-from tsopt.runtime.racing import cache
+from tsopt.runtime.racing import cache, cache_files
 
 
 @pytest.fixture
@@ -35,7 +35,15 @@ def test_clear_forgets_all(tsopt):
     ran = tsopt("cache", "clear")
     assert (ran.code, ran.out) == (0, f"removed 1 race from {cache.directory()}\n")
     assert cache.entries() == []
-    assert tsopt("cache", "clear", "--json").json == {"removed": 0}
+    assert tsopt("cache", "clear", "--json").json == {"removed": 0, "steps": 0}
+
+
+def test_steps_of_quantization_are_counted(tsopt):
+    cache_files.write(KEY, b"step", cache_files.STEP)
+    assert "0 races and 1 step of quantization, 0.0 kB" in tsopt("cache", "show").out
+    assert tsopt("cache", "show", "--json").json["steps"] == 1
+    assert tsopt("cache", "clear").out == f"removed 0 races and 1 step of quantization from {cache.directory()}\n"
+    assert tsopt("cache", "clear", "--json").json["steps"] == 0
 
 
 @pytest.mark.usefixtures("open_to_others")

@@ -110,7 +110,7 @@ def test_a_dry_run_takes_them_too(tsopt, write):
         (("--report", "q.txt"), "--report q.txt has an unknown suffix"),
         (("--report", "m.py/q.md"), "the output cannot be written"),
         (("--precision", "int9"), "unknown precision 'int9'"),
-        *((("--precision", name), f"--precision {name} has no int8 in it") for name in ("fp32", "tf32", "bf16")),
+        *((("--precision", name), f"--precision {name} has no integers in it") for name in ("fp32", "tf32", "bf16")),
         (("--frontend", "parts"), "a partitioned model cannot be saved"),
     ],
 )

@@ -19,12 +19,13 @@ from tests.passes.quantize.models import calibrated_pass
 from tests.passes.random_programs import RULES, around, programs
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.fake_quantized import simulated
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import in_float, simulated
+from tsopt.compiler.graph.quantized import in_float
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.stored_ops import refusal
 from tsopt.compiler.graph.verify import output_aliases, verify_program
-from tsopt.compiler.precision_names import INT8_VARIANTS
+from tsopt.compiler.precision_names import INTEGER_VARIANTS
 from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import RulePass
@@ -260,7 +261,7 @@ def test_random_programs_are_calibrated_and_layers_chosen_without_an_error(fuzz_
         nonlocal made
         model, call = drawn.program.module(), as_example(tuple(drawn.inputs))
         program = run(capture(model, call, allow_nan=True), STANDARD)[0]
-        found = quantize(model, program, call, INT8_VARIANTS, Int8Options(calibration=[call] * 4, max_drop=max_drop))
+        found = quantize(model, program, call, INTEGER_VARIANTS, Int8Options(calibration=[call] * 4, max_drop=max_drop))
         for name, variant in found.variants.items():
             if isinstance(variant, NoGain):
                 assert "internal error" not in variant.what, name

@@ -15,11 +15,11 @@ from tsopt.quantization.quantize import Int8Options, quantize
 BOTH = ("int8", "int8-static")
 
 
-def quantized(model, example, *, wanted=BOTH, progress=None, seconds=math.inf, **options):
+def quantized(model, example, *, wanted=BOTH, progress=None, seconds=math.inf, cache=False, **options):
     program = tsopt.transform(tsopt.capture(model, example))
     tell = progress or (lambda text: None)
     made = Int8Options(**options)
-    return quantize(model, program, as_example(example), wanted, made, seconds=seconds, progress=tell)
+    return quantize(model, program, as_example(example), wanted, made, seconds=seconds, cache=cache, progress=tell)
 
 
 def records(found, variant="int8-static"):

@@ -12,9 +12,10 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
-from tsopt.compiler.graph.quantized import largest_weight, simulated
+from tsopt.compiler.graph.fake_quantized import simulated
+from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import NoGain, UsageError
-from tsopt.quantization import variants
+from tsopt.quantization.measurements import Measurements
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking import answers
@@ -300,7 +301,7 @@ def test_no_more_layers_are_kept_than_the_inputs_that_judge_need(monkeypatch, ne
         enough = kept >= (2 if by is self._quick else needed)
         return Judgement(enough, 0.0, 1.0, "")
 
-    monkeypatch.setattr(variants.Quantizer, "_judged", judged)
+    monkeypatch.setattr(Measurements, "_judged", judged)
     found = quantized(mlp(*[8] * 13), rows(1, 8)[0], calibration=rows(64, 8), wanted=("int8-static",))
     assert sum(bool(layer.kept) for layer in records(found)) == needed
     assert len(tried) == len(set(tried))
@@ -309,13 +310,13 @@ def test_no_more_layers_are_kept_than_the_inputs_that_judge_need(monkeypatch, ne
 
 def test_what_few_large_outputs_have_judged_is_not_judged_again(monkeypatch):
     tried = []
-    plain = variants.Quantizer._judged
+    plain = Measurements._judged
 
     def judged(self, made, by):
         tried.append(by.judge(made.module()).text)
         return plain(self, made, by)
 
-    monkeypatch.setattr(variants.Quantizer, "_judged", judged)
+    monkeypatch.setattr(Measurements, "_judged", judged)
     monkeypatch.setattr(answers, "MOST_BYTES", 4 * 8 * 4)
     limit = {"metric": "cosine", "max_drop": 0.5}
     quantized(mlp(8, 8), rows(1, 8)[0], calibration=rows(32, 8), wanted=("int8-static",), **limit)

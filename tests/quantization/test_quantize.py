@@ -17,7 +17,8 @@ from tsopt.compiler.calls.calibration import FOR_BOTH
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import NoGain, UsageError
-from tsopt.quantization import variants
+from tsopt.quantization import measurements
+from tsopt.quantization.measurements import Measurements
 from tsopt.quantization.quantize import Int8Options, quantize
 
 
@@ -73,13 +74,13 @@ def test_a_model_that_is_quantized_already_stays_as_it_is(model):
 
 def test_layers_are_chosen_on_other_inputs_than_those_that_judge(monkeypatch):
     tried = []
-    plain = variants.Quantizer._judged
+    plain = Measurements._judged
 
     def judged(self, made, by):
         tried.append(by.judge(model).text.partition(", limit")[0])
         return plain(self, made, by)
 
-    monkeypatch.setattr(variants.Quantizer, "_judged", judged)
+    monkeypatch.setattr(Measurements, "_judged", judged)
     model = Residual().eval()
     assert quantized(model, images(1)[0], calibration=images(64)).layers_in("int8-static")
     on_eight, on_others = "relative error 0.00% on 8 inputs", "relative error 0.00% on 24 inputs"
@@ -196,9 +197,9 @@ def test_the_weights_of_one_trial_are_gone_when_the_next_one_begins(monkeypatch)
         )
         return made
 
-    original = variants.simulated
-    monkeypatch.setattr(variants, "simulated", simulated)
-    monkeypatch.setattr(variants, "WORTH_FREEING", 0)
+    original = measurements.simulated
+    monkeypatch.setattr(measurements, "simulated", simulated)
+    monkeypatch.setattr(measurements, "WORTH_FREEING", 0)
     gc.disable()  # what it would find in the meantime is a matter of chance
     try:
         quantized(hard(), rows(1)[0], calibration=rows(16))
@@ -280,7 +281,7 @@ def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):
     def broken(*args, **options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("tsopt.quantization.variants.losses_with_effects", broken)
+    monkeypatch.setattr("tsopt.quantization.measurements.losses_with_effects", broken)
     found = quantized(Residual().eval(), images(1)[0], calibration=images(2))
     assert [made.what for made in found.variants.values()] == [
         "internal error in tsopt while quantizing: ZeroDivisionError: a bug"

@@ -136,8 +136,8 @@ Precision = Annotated[
     typer.Option(
         "--precision",
         metavar="P",
-        help="fp32, or bf16, fp16, tf32, int8 or auto to try lower precisions as well; auto leaves int8 out "
-        "unless there is --calibration.",
+        help="fp32, or bf16, fp16, tf32, int8, int4 or auto to try lower precisions as well; auto "
+        "includes int8 only with --calibration, and never int4.",
     ),
 ]
 Calibration = Annotated[
@@ -145,7 +145,8 @@ Calibration = Annotated[
     typer.Option(
         "--calibration",
         metavar="DATA",
-        help="Real inputs for int8: an .npz file, a directory of such files, FILE.py:NAME, or how many to draw.",
+        help="Real inputs for int8 and int4: an .npz file, a directory of such files, FILE.py:NAME, or how many "
+        "to draw.",
     ),
 ]
 Metric = Annotated[

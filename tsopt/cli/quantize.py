@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tsopt.compiler.precision_names import INT8, PRECISIONS
+from tsopt.compiler.precision_names import INT4, INT8, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.layer_table import layer_table
 
@@ -21,10 +21,10 @@ WRITERS: Writers = {
 
 
 def check_precision(name: str | None) -> None:
-    """Raises UsageError for a precision in which no layer would be in int8."""
-    if name in PRECISIONS and name != INT8:
+    """Raises UsageError for a precision in which no layer would be in integers."""
+    if name in PRECISIONS and name not in (INT8, INT4):
         raise UsageError(
-            f"--precision {name} has no int8 in it",
+            f"--precision {name} has no integers in it",
             fix=f"leave it out, or use `tsopt export --precision {name}`",
         )
 

@@ -24,14 +24,14 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import largest_weight
-from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.precision_names import FP32, INT4, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.layer_names import kept_in_float
 from tsopt.passes.quantize.layers import NO_LAYER, quantized_already
-from tsopt.passes.quantize.weights import Int8Weights
+from tsopt.passes.quantize.weights import Int4Weights, Int8Weights
 
 PRODUCTS = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "bilinear"}
@@ -89,7 +89,7 @@ class LowerPrecision(Pass):
 
 
 def in_precision(program: Program, precision: str, keep_float: Sequence[str] = ()) -> Program:
-    """The program with its products in `bf16` or `fp16`, or its layers in `int8`; itself for `fp32`.
+    """The program with its products in `bf16` or `fp16`, or its layers in integers; itself for `fp32`.
 
     Args:
         keep_float: patterns of products that `bf16` and `fp16` leave in float32.
@@ -104,7 +104,7 @@ def in_precision(program: Program, precision: str, keep_float: Sequence[str] = (
         raise UsageError(f"{INT8_STATIC} needs calibration data", fix="use tsopt.optimize(..., calibration=...)")
     if refused := quantized_already(program):
         raise refused
-    int8: dict[str, Pass] = {INT8: DynamicInt8(largest_weight()), INT8_WEIGHTS: Int8Weights()}
+    int8: dict[str, Pass] = {INT8: DynamicInt8(largest_weight()), INT8_WEIGHTS: Int8Weights(), INT4: Int4Weights()}
     made, _ = run(
         program, (int8.get(precision) or LowerPrecision(precision, tuple(keep_float)),), Limits(Numerics.LOSSY)
     )

@@ -1,4 +1,4 @@
-"""The options of `optimize` for int8, and what they make of a program: its int8 variants, and a criterion."""
+"""The options of `optimize` for int8 and int4, and what they make of a program: its variants, and a criterion."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ import torch
 from tsopt.compiler.calls.calibration import Calibration, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.graph.quantized import largest_weight
+from tsopt.compiler.precision_names import FP32, HALVES, INT4, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.lower_precision import in_precision, products_of
 from tsopt.quantization.drawn import drawn, like_the_example
-from tsopt.quantization.variants import OutOfTime, Quantizer
+from tsopt.quantization.measurements import OutOfTime
+from tsopt.quantization.steps import Steps, steps_of
+from tsopt.quantization.variants import Quantizer
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
@@ -139,7 +142,7 @@ class Quantization:
 
     def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
         """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""
-        known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS)
+        known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS, INT4)
         return next((self.layers[name] for name in known if name in self.layers), ())
 
 
@@ -163,22 +166,24 @@ def quantize(
     *,
     seed: int = 0,
     seconds: float = math.inf,
+    cache: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Quantization:
     """Creates the requested int8 variants of a program.
 
     Args:
         model: what candidates are compared with; it is called on the data.
-        wanted: names of variants, of which those in int8 are made.
+        wanted: names of variants, of which those in integers are made.
         seconds: time limit; variants that are not finished then are not made.
+        cache: take what earlier runs have measured, and store what this one measures.
 
     Raises:
         UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
     """
     # What the patterns of `keep_float` may match besides: other candidates keep it in float32.
     others = products_of(program) if not set(HALVES).isdisjoint(wanted) else []
-    # The first does without factors for channels, which would make the weights harder to quantize.
-    wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
+    # The first two do without factors for channels, which would make the weights harder to quantize.
+    wanted = [name for name in (INT8_WEIGHTS, INT4, INT8_STATIC, INT8) if name in wanted]
     start = time.monotonic()
     if not wanted and not options.judges:
         return Quantization()
@@ -193,10 +198,14 @@ def quantize(
         if not wanted:
             return made
         quick = criterion.on(model, data.choosing)
+        smooth = options.calibration is not None
+        decided_by = (data.is_split, smooth, largest_weight())
+        steps = steps_of(program, lambda: made.data or _digest(program, data), *decided_by) if cache else Steps()
         quantizer = Quantizer(
             *(program, data, criterion, quick, options.keep_float, progress, start + seconds),
             others=others,
-            smooth=options.calibration is not None,
+            smooth=smooth,
+            steps=steps,
         )
         out_of_time = f"quantization did not finish within {seconds:.3g} s, its share of the budget"
         variants, layers = _variants(quantizer, wanted, out_of_time)

@@ -1,28 +1,23 @@
-"""The int8 variants of a program: calibrated, with the layers that lose too much in float32."""
+"""The int8 and int4 variants of a program: calibrated, with the layers that lose too much in float32 or in 8 bits."""
 
 from __future__ import annotations
 
-import gc
-import math
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 
 from torch import fx
 
 from tsopt.compiler.analysis.integer_sums import scores_fit
-from tsopt.compiler.calls.calibration import Calibration, called_on_data
+from tsopt.compiler.calls.calibration import Calibration
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import LARGEST, QParams, calibrated_input, largest_weight, simulated
+from tsopt.compiler.graph.quantized import LARGEST, QParams, calibrated_input
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
-from tsopt.compiler.graph.values import flat_inputs
-from tsopt.compiler.precision_names import INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.precision_names import INT4, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.rewriting.pass_base import Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain
 from tsopt.passes.quantize.dynamic import DynamicInt8
-from tsopt.passes.quantize.effects import losses_with_effects
 from tsopt.passes.quantize.layer_names import kept_in_float
 from tsopt.passes.quantize.layers import (
     NO_LAYER,
@@ -30,31 +25,33 @@ from tsopt.passes.quantize.layers import (
     layers_of,
     multiplications,
     quantized_already,
-    readers_of_integers,
 )
-from tsopt.passes.quantize.observe import observe, qparams_of
 from tsopt.passes.quantize.scores import ScoresInInt8
 from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
-from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
-from tsopt.passes.quantize.smooth import Smooth, factors_for
+from tsopt.passes.quantize.sensitivity import Loss, by_group, by_qparams, by_tensor
+from tsopt.passes.quantize.smooth import Smooth
 from tsopt.passes.quantize.static import StaticInt8
-from tsopt.passes.quantize.unseen import float_inputs, unseen_values
-from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
-from tsopt.runtime.backends.backend import compile
+from tsopt.passes.quantize.weights import (
+    INT4_GROUP,
+    LARGER_GROUPS,
+    WORTHWHILE,
+    Int8Weights,
+    is_divisible,
+    linear_layers,
+    share_of_linear,
+)
+from tsopt.quantization.measurements import Measurements
+from tsopt.quantization.records import record_of, record_of_scores
+from tsopt.quantization.steps import Steps
 from tsopt.runtime.checking.criterion import Criterion, Judgement
-from tsopt.runtime.layer_table import ATTENTION, LayerRecord
-from tsopt.runtime.sandbox.processes import give_back_memory
+from tsopt.runtime.layer_table import LayerRecord
 
 Made = tuple[Program | NoGain, tuple[LayerRecord, ...]]  # a variant, and what became of each layer in it
 LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
-WORTH_FREEING = 1 << 24  # bytes of weights: a collection takes a tenth of a second
+LOWEST_SQNR_IN_INT4 = 15.0  # dB: a layer that loses more has 8 bits
 NOT_FINITE = "its input is not finite"
 OVERFLOWS = "its sums might not fit in 32 bits"
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
-
-
-class OutOfTime(Exception):
-    """The time limit is over."""
 
 
 class Quantizer:
@@ -66,6 +63,7 @@ class Quantizer:
         keep_float: patterns of layers that stay in float32 in any case.
         others: what these patterns may match as well.
         smooth: whether to move outlier channels into the weights.
+        steps: what earlier runs have found.
     """
 
     def __init__(
@@ -80,32 +78,23 @@ class Quantizer:
         *,
         others: Sequence[fx.Node] = (),
         smooth: bool,
+        steps: Steps,
     ) -> None:
-        self._end = end
-        self.program, self.data, self._criterion, self._quick = program, data, criterion, quick
-        self.progress_error: Exception | None = None  # what `progress` raised: the caller's
-        self._tell = progress
+        self.program, self._criterion, self._quick = program, criterion, quick
+        self._measured = Measurements(program, data, quick, progress, end, steps)
         self.layers = layers_of(program)
         self._keep_float, self._others = keep_float, others
         self._match_patterns()
-        self.largest = largest_weight()
         self._is_to_smooth = smooth
         self._losses: dict[str, Loss] = {}
         self._scores: dict[str, QParams] = {}  # of queries and keys
         self._unseen: dict[str, str] = {}  # why the ranges of values are not known, by their names
         self._kept_before = 0
 
-    def progress(self, text: str) -> None:
-        """Called at each step: each input, each trial."""
-        if time.monotonic() >= self._end:
-            raise OutOfTime
-        if _is_worth_freeing(self.program):
-            give_back_memory()  # freed by the last step, and kept by malloc in pieces
-        try:
-            self._tell(text)
-        except Exception as error:
-            self.progress_error = error
-            raise
+    @property
+    def progress_error(self) -> Exception | None:
+        """What `progress` raised: the caller's."""
+        return self._measured.error
 
     def variant(self, name: str) -> Made:
         """Creates a variant. Returns it with a record for each layer."""
@@ -113,8 +102,8 @@ class Quantizer:
             return refused, ()
         if not self.layers:
             return NoGain(NO_LAYER), ()
-        if name == INT8_WEIGHTS:
-            return self._weights()
+        if name in (INT8_WEIGHTS, INT4):
+            return self._of_weights(name)
         if self._is_to_smooth:
             self._is_to_smooth = False
             self._smooth()
@@ -123,41 +112,122 @@ class Quantizer:
         if not self._losses:
             known = self.layers if qparams is None else _with_input_in(self.layers, qparams)
             rounding = by_tensor if qparams is None else by_qparams(qparams)
-            self._losses = self._measured(known, rounding, corrected=qparams is not None)
+            self._losses = self._measured.losses(known, rounding, name, corrected=qparams is not None)
         if qparams is None and (unseen := _with_input_in(self.layers, self._unseen)):
-            self._losses |= self._measured(unseen, by_tensor)  # each call finds these ranges itself
+            # Each call finds these ranges itself.
+            self._losses |= self._measured.losses(unseen, by_tensor, "unseen ranges")
             self._unseen = {}
 
+        largest = self._measured.largest
         reasons = self._reasons(self.layers, self._losses)
-        too_long = [layer.name for layer in self.layers if not fits_in_sums(self.program, layer, self.largest)]
+        too_long = [layer.name for layer in self.layers if not fits_in_sums(self.program, layer, largest)]
         reasons = dict.fromkeys(too_long, OVERFLOWS) | reasons
 
         def pass_for(only: frozenset[str]) -> Pass:
             if qparams is None:
-                return DynamicInt8(self.largest, only)
+                return DynamicInt8(largest, only)
             shifts = {key: loss.shift for key, loss in self._losses.items()}
             # A layer that stays only because too many are rounded together reads what is rounded for its neighbours:
             # ONNX Runtime would run the convolution in front in float32 too.
-            return StaticInt8(qparams, shifts, only, frozenset(reasons), self.largest)
+            return StaticInt8(qparams, shifts, only, frozenset(reasons), largest)
 
         # The second variant starts from the choice of the first, which saves most of its trials.
-        made, records = self._chosen(self.layers, self._losses, reasons, pass_for, self._kept_before)
+        made, records = self._in_int8(self.layers, self._losses, reasons, pass_for, self._kept_before, name)
         of_layers = zip(self.layers, records, strict=True)
         kept = sum(bool(record.kept) for layer, record in of_layers if layer.name in self._losses)
         self._kept_before = 0 if isinstance(made, NoGain) else kept
         return made, records
 
-    def _weights(self) -> Made:
-        """The variant with int8 weights."""
-        if self.largest < LARGEST:
-            return NoGain("int8 weights need a processor with VNNI instructions (AVX-512 VNNI)"), ()
+    def _of_weights(self, name: str) -> Made:
+        """The variant with int8 weights, or with int4 weights."""
+        if self._measured.largest < LARGEST:
+            return NoGain(
+                f"{name.removesuffix('-weights')} weights need a processor with VNNI instructions (AVX-512 VNNI)"
+            ), ()
         share = share_of_linear(self.program, self.layers)
         if share < WORTHWHILE:
             return NoGain(f"linear layers account for only {share:.1%} of the work and weights"), ()
         layers = linear_layers(self.layers)
-        losses = self._measured(layers, by_group)
+        losses = self._measured.losses(layers, by_group, INT8_WEIGHTS)
         # Engines add up the products of a group of neighbours: their sums fit.
-        return self._chosen(layers, losses, self._reasons(layers, losses), Int8Weights, 0)
+        reasons = self._reasons(layers, losses)
+        if name == INT4:
+            return self._in_int4(layers, losses, reasons)
+        return self._in_int8(layers, losses, reasons, Int8Weights, 0, name)
+
+    def _in_int8(
+        self,
+        layers: Sequence[fx.Node],
+        losses: Mapping[str, Loss],
+        reasons: Mapping[str, str],
+        pass_for: Callable[[frozenset[str]], Pass],
+        at_least: int,
+        variant: str,
+    ) -> Made:
+        """A variant with as many of these layers in int8 as the criterion accepts."""
+        made, kept, said = self._chosen(layers, losses, reasons, pass_for, at_least, variant)
+        others = [layer.name for layer in self.layers if layer not in layers]
+        together = "the quantized layers together exceed the accuracy limit"
+        said_of = {
+            **dict.fromkeys(kept, together),
+            **reasons,
+            **dict.fromkeys(others, "the fastest candidate quantizes only linear layers"),
+        }
+        records = tuple(
+            record_of(self.program, layer, losses.get(layer.name), said_of.get(layer.name, "")) for layer in self.layers
+        )
+        if made is None:
+            return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
+        return made, records
+
+    def _in_int4(self, layers: Sequence[fx.Node], in_int8: Mapping[str, Loss], reasons: Mapping[str, str]) -> Made:
+        """The variant with int8 weights, and as many of these in 4 bits as the criterion accepts.
+
+        Args:
+            in_int8: the losses of these layers in 8 bits.
+            reasons: why some of them stay in float32.
+        """
+        wide, kept_in_float = self._in_int8(layers, in_int8, reasons, Int8Weights, 0, INT8_WEIGHTS)
+        if isinstance(wide, NoGain):
+            return wide, kept_in_float
+        kept = {layer.name: record.kept for layer, record in zip(self.layers, kept_in_float, strict=True)}
+        chosen = [layer for layer in layers if not kept[layer.name]]
+        quantized = frozenset(layer.name for layer in chosen)
+        group = next((size for size in LARGER_GROUPS if self._is_accepted_in_int4(quantized, size)), INT4_GROUP)
+        divisible = [layer for layer in chosen if is_divisible(self.program, layer, group)]
+        losses = self._measured.losses(divisible, partial(by_group, group=group), INT4, group=group)
+        lost = [name for name, loss in losses.items() if loss.sqnr < LOWEST_SQNR_IN_INT4]
+        wider = dict.fromkeys(lost, f"SQNR in int4 below {LOWEST_SQNR_IN_INT4:.0f} dB")
+        pass_for = partial(self._measured.in_int4, quantized, group)
+        in_any_case = {**{name: why for name, why in kept.items() if why}, **wider}
+        made, left, _ = self._chosen(divisible, losses, in_any_case, pass_for, 0, f"{INT4} {group}")
+        indivisible = [layer.name for layer in chosen if layer.name not in losses]
+        wider = {
+            **dict.fromkeys(left, "the layers in int4 together exceed the accuracy limit"),
+            **wider,
+            **dict.fromkeys(indivisible, f"its rows cannot be split into groups of {group}"),
+        }
+        records = []
+        for layer in self.layers:
+            why, because = kept[layer.name], wider.get(layer.name, "")
+            is_narrow = not why and not because
+            loss = (losses if is_narrow else in_int8).get(layer.name)
+            size = group if is_narrow else None
+            records.append(record_of(self.program, layer, loss, why, group=size, wider=because))
+        return wide if made is None else made, tuple(records)
+
+    def _is_accepted_in_int4(self, chosen: frozenset[str], group: int) -> bool:
+        """Whether the criterion accepts these layers in groups of this size, and all of them can be split so."""
+        layers = [layer for layer in self.layers if layer.name in chosen and is_divisible(self.program, layer)]
+        if not layers or not all(is_divisible(self.program, layer, group) for layer in layers):
+            return False
+        self._measured.progress(f"int4 in groups of {group}")
+
+        def made() -> Program:
+            return run(self.program, (self._measured.in_int4(chosen, group, chosen),), Limits(Numerics.LOSSY))[0]
+
+        what = (INT4, group, sorted(chosen))
+        return all(_is_safe(self._measured.judgement(by, made, *what)) for by in (self._quick, self._criterion))
 
     def _chosen(
         self,
@@ -166,16 +236,21 @@ class Quantizer:
         reasons: Mapping[str, str],
         pass_for: Callable[[frozenset[str]], Pass],
         at_least: int,
-    ) -> Made:
-        """Quantizes as many of these layers as the criterion accepts.
+        variant: str,
+    ) -> tuple[Program | None, list[str], str]:
+        """The variant with as many of these layers quantized as the criterion accepts; None if it accepts none.
 
-        Those stay in float32 that cause most of the error for each multiplication. Where the effects of some on the
+        Those are left out that cause most of the error for each multiplication. Where the effects of some on the
         outputs are not known, these are the ones that lose most themselves.
 
         Args:
-            reasons: why some of them stay in float32 in any case, by their names.
+            reasons: why some of them are left out in any case, by their names.
             pass_for: the pass that quantizes the layers with these names.
-            at_least: how many to keep in float32 in any case.
+            at_least: how many to leave out in any case.
+            variant: its name.
+
+        Returns:
+            The names of those that are left out, and what the criterion said of the last variant that it refused.
         """
         effects = {name: loss.effect for name, loss in losses.items() if loss.effect is not None}
 
@@ -189,31 +264,24 @@ class Quantizer:
             key=lambda layer: (layer.name not in reasons, rank(layer)),
         )
 
-        def pass_with(kept: int) -> Pass:
-            return pass_for(frozenset(layer.name for layer in order[kept:]))
+        def made_with(kept: int) -> Program:
+            pass_ = pass_for(frozenset(layer.name for layer in order[kept:]))
+            return run(self.program, (pass_,), Limits(Numerics.LOSSY))[0]
+
+        def judged_with(kept: int, by: Criterion) -> Judgement:
+            names = sorted(layer.name for layer in order[kept:])
+            return self._measured.judgement(by, lambda: made_with(kept), variant, names, sorted(reasons.items()))
 
         at_least = max(at_least, sum(layer.name in reasons for layer in order))
-        kept, said = self._fewest(pass_with, at_least, [losses[layer.name].effect for layer in order])
-        together = "the quantized layers together exceed the accuracy limit"
-        others = [layer.name for layer in self.layers if layer not in layers]
-        said_of = {
-            **dict.fromkeys((layer.name for layer in order[:kept]), together),
-            **reasons,
-            **dict.fromkeys(others, "the fastest candidate quantizes only linear layers"),
-        }
-        records = tuple(
-            self._record(layer, losses.get(layer.name), said_of.get(layer.name, "")) for layer in self.layers
-        )
-        if kept == len(order):
-            return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
-        made, _ = run(self.program, (pass_with(kept),), Limits(Numerics.LOSSY))
-        _give_back(self.program)
-        return made, records
+        kept, said = self._fewest(judged_with, at_least, [losses[layer.name].effect for layer in order])
+        made = None if kept == len(order) else made_with(kept)
+        self._measured.give_back()
+        return made, [layer.name for layer in order[:kept]], said
 
     def with_scores(self, made: Program, records: tuple[LayerRecord, ...]) -> tuple[Program, tuple[LayerRecord, ...]]:
         """A static variant with the scores of attention in int8 too, if the criterion accepts them all together."""
         attentions = attentions_of(made)
-        if not attentions or self.largest < LARGEST:
+        if not attentions or self._measured.largest < LARGEST:
             return made, records
         patterns = {node.name: pattern for node, pattern in self.kept.items()}
         reasons: dict[str, str] = {}
@@ -230,23 +298,23 @@ class Quantizer:
                 reasons[attention.name] = next(filter(None, map(self._unseen.get, names)), NOT_FINITE)
         chosen = frozenset(attention.name for attention in attentions) - reasons.keys()
         if chosen:
-            self.progress(f"quantize: scores of {len(chosen)} calls of attention")
+            self._measured.progress(f"scores of {len(chosen)} calls of attention")
             rounded, _ = run(made, (ScoresInInt8(self._scores, chosen),), Limits(Numerics.LOSSY))
-            judgement = self._judged(rounded, self._criterion)
+            made_of = (ScoresInInt8.name, rounded.fingerprint())
+            judgement = self._measured.judgement(self._criterion, lambda: rounded, *made_of)
             if _is_safe(judgement):
                 made = rounded
             else:
                 reasons |= dict.fromkeys(chosen, f"with the scores of attention in int8: {judgement.text}")
-        return made, (*records, *(_record_of_scores(item, reasons.get(item.name, "")) for item in attentions))
+        return made, (*records, *(record_of_scores(item, reasons.get(item.name, "")) for item in attentions))
 
     def _smooth(self) -> None:
         """Goes on with a program in which outlier channels are in the weights."""
         chosen = [layer for layer in self.layers if layer not in self.kept]
-        calls = [flat_inputs(self.program, call) for call in self.data.measured]
-        with called_on_data(IndexError):
-            factors = factors_for(self.program, chosen, calls, largest=self.largest, progress=self._telling("smooth"))
+        factors = self._measured.factors(chosen)
         smooth = Smooth(factors, frozenset(layer.name for layer in chosen))
         self.program, _ = run(self.program, (smooth,), Limits())
+        self._measured.smoothed(self.program, factors)
         self.layers = layers_of(self.program)
         self._match_patterns()
 
@@ -259,40 +327,9 @@ class Quantizer:
 
         Those of attention go to `_scores`.
         """
-        values = readers_of_integers(self.layers)
-        attentions = [] if self.largest < LARGEST else attentions_of(self.program)  # sums of such products saturate
-        operands = {operand for attention in attentions for operand in operands_of(attention)}
-        ordered = [node for node in self.program.graph.nodes if node in values or node in operands]
-        calls = [flat_inputs(self.program, call) for call in self.data.observed]
-        with called_on_data(IndexError):
-            watched = dict.fromkeys((*ordered, *float_inputs(self.program)))
-            observed = observe(self.program, calls, watched, self._telling("observe"))
-        self._unseen = unseen_values(self.program, ordered, observed)
-        known = [node for node in ordered if node.name not in self._unseen]
-        finite = [node.name for node in known if node in operands and observed[node.name].is_finite]
-        self._scores = {name: observed[name].qparams(symmetric=True) for name in finite}
-        return qparams_of([node for node in known if node in values], observed)
-
-    def _measured(self, layers: Sequence[fx.Node], rounding: Rounding, *, corrected: bool = False) -> dict[str, Loss]:
-        """The loss of each of these layers, except of those whose input is not finite.
-
-        Args:
-            corrected: whether the bias of a layer will be corrected for its mean error.
-        """
-        calls = [flat_inputs(self.program, call) for call in self.data.measured]
-        with called_on_data(IndexError):
-            found = losses_with_effects(
-                *(self.program, layers, calls),
-                rounding=rounding,
-                largest=self.largest,
-                corrected=corrected,
-                progress=self._telling("measure"),
-            )
-        _give_back(self.program)
-        return found
-
-    def _telling(self, what: str) -> Callable[[str], None]:
-        return lambda text: self.progress(f"quantize: {what} {text}")
+        found = self._measured.ranges(self.layers)
+        self._unseen, self._scores = dict(found.unseen), dict(found.scores)
+        return dict(found.qparams)
 
     def _reasons(self, layers: Sequence[fx.Node], losses: Mapping[str, Loss]) -> dict[str, str]:
         """Why some layers must stay in float32 regardless of the other layers, by their names."""
@@ -308,19 +345,20 @@ class Quantizer:
         return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
 
     def _fewest(
-        self, pass_for: Callable[[int], Pass], at_least: int, effects: Sequence[float | None]
+        self, judged_with: Callable[[int, Criterion], Judgement], at_least: int, effects: Sequence[float | None]
     ) -> tuple[int, str]:
         """How many layers to keep in float32, and why fewer were not accepted.
 
         Args:
+            judged_with: what a criterion says of the variant with so many of them.
             effects: of all layers, in the order in which they are kept.
         """
         said, count, expected = "", len(effects), _expected(effects, self._quick.error_limit)
 
         def is_accepted(kept: int, by: Criterion) -> bool:
             nonlocal said
-            self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
-            judgement = self._judged(run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))[0], by)
+            self._measured.progress(f"{count - kept} of {len(self.layers)} layers")
+            judgement = judged_with(kept, by)
             if expected is not None and by is self._quick:
                 expected.correct(kept, judgement.error)
             if _is_safe(judgement):
@@ -336,49 +374,9 @@ class Quantizer:
             kept = fewest_kept(count, near, lambda tried: is_accepted(tried, self._criterion), lambda: near)
         return kept, said
 
-    def _judged(self, made: Program, by: Criterion) -> Judgement:
-        """What a criterion says of a variant, as torch computes what it stands for."""
-        _give_back(self.program)
-        trial = simulated(made)
-        del made
-        _give_back(self.program)
-        judgement = by.judge(compile(trial, "eager", share_weights=True))
-        del trial
-        _give_back(self.program)
-        return judgement
-
-    def _record(self, layer: fx.Node, loss: Loss | None, kept: str) -> LayerRecord:
-        weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
-        return LayerRecord(
-            name=module_of(layer),
-            where=origin_of(layer),
-            op=ops.name_of(layer).removeprefix("aten."),
-            sqnr=None if loss is None or math.isinf(loss.sqnr) else loss.sqnr,
-            bytes_float=weight.nbytes,
-            bytes_int8=weight.numel() + 4 * len(weight),
-            kept=kept,
-            output_sqnr=None if loss is None or not loss.effect else -10 * math.log10(loss.effect),
-        )
-
-
-def _give_back(program: Program) -> None:
-    """Frees the weights of a trial, which are in reference cycles, and what the allocator has kept of other copies."""
-    if _is_worth_freeing(program):
-        gc.collect()
-        give_back_memory()
-
-
-def _is_worth_freeing(program: Program) -> bool:
-    return sum(weight.nbytes for weight in program.weights.values()) >= WORTH_FREEING
-
 
 def _is_safe(judgement: Judgement) -> bool:
     return judgement.ok and judgement.loss <= SAFE * judgement.limit
-
-
-def _record_of_scores(attention: fx.Node, kept: str) -> LayerRecord:
-    where = origin_of(attention)
-    return LayerRecord(module_of(attention), where, ATTENTION, sqnr=None, bytes_float=0, bytes_int8=0, kept=kept)
 
 
 def _expected(effects: Sequence[float | None], limit: float | None) -> ExpectedError | None:

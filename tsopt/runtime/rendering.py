@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tsopt.compiler.precision_names import INT8_VARIANTS
+from tsopt.compiler.precision_names import INT4, INT8, INTEGER_VARIANTS
 from tsopt.runtime.backends.candidate import precision_in
 from tsopt.runtime.checking.verdict import INACCURATE
 from tsopt.runtime.layer_table import lines as layer_lines
@@ -175,7 +175,7 @@ def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
     if stages and report.stages:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
         yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
-    chosen = precision_in(report.winner_key) in INT8_VARIANTS
+    chosen = precision_in(report.winner_key) in INTEGER_VARIANTS
     if report.quantization and not chosen:
         yield from _why_not_int8(report)
     yield from layer_lines(report.quantization, report.calibration, chosen=chosen)
@@ -199,19 +199,20 @@ def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
 
 
 def _why_not_int8(report: Report) -> Iterator[str]:
-    """Why the best int8 candidate did not win."""
-    rows = [row for row in report.rows if precision_in(row.key) in INT8_VARIANTS]
+    """Why the best candidate in integers did not win."""
+    rows = [row for row in report.rows if precision_in(row.key) in INTEGER_VARIANTS]
     if not rows:
         return
     best = min((row for row in rows if row.timing is not None), key=_median, default=rows[-1])
     winning = report.winning
     took, least = milliseconds(_median(best)), milliseconds(_median(winning))
+    name = INT4 if precision_in(best.key) == INT4 else INT8
     if best.status != "ok" or best.timing is None:  # times of one that is out, even if it was timed, decide nothing
-        yield f"int8 was not chosen: {best.name}: {best.reason or best.verdict}"
+        yield f"{name} was not chosen: {best.name}: {best.reason or best.verdict}"
     elif winning.timing is not None and _median(best) > _median(winning) and took != least:
-        yield f"int8 was not chosen: {best.name} takes {took} ms, {report.winner} {least} ms"
+        yield f"{name} was not chosen: {best.name} takes {took} ms, {report.winner} {least} ms"
     else:
-        yield f"int8 was not chosen: {best.name}: {best.reason or f'no faster than {report.winner} within noise'}"
+        yield f"{name} was not chosen: {best.name}: {best.reason or f'no faster than {report.winner} within noise'}"
 
 
 # ---- passes -------------------------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ class Report:
         frontend: how the model was captured, where that was not by torch.export as usual.
         sizes: which sizes may differ from call to call, and at which ones that was tried.
         audits: what was found since, in calls.
-        quantization: a record for each layer that can run in int8, where int8 was asked for; those that lose most come
-            first.
+        quantization: a record for each layer that can be quantized, where int8 or int4 was asked for; those that lose
+            most come first.
         calibration: what was made of the calibration data.
         graphs: drawings of the program before and after the passes; None where a model is not one program.
     """

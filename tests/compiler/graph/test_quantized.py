@@ -9,6 +9,7 @@ from torch import nn
 import tsopt
 from tests.passes.quantize.models import OwnInput, OwnScores, OwnWeight
 from tsopt.compiler.graph import quantized
+from tsopt.compiler.graph.fake_quantized import simulated
 from tsopt.compiler.graph.quantized import in_float, largest_weight, quantized_layer
 from tsopt.compiler.graph.quantized_attention import with_float_scores
 from tsopt.compiler.graph.serialize import read_program, write_program
@@ -101,7 +102,7 @@ def test_another_form_is_left_to_torch(program, change):
 
 def test_another_form_is_simulated_as_it_says(program):
     _zero_points(program)
-    found, wanted = (made.module()(X)[0] for made in (quantized.simulated(program), program))
+    found, wanted = (made.module()(X)[0] for made in (simulated(program), program))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 

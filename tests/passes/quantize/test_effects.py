@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt.compiler.graph.fake_quantized import simulated
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.graph.quantized import simulated
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes.quantize.effects import losses_with_effects

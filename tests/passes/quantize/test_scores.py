@@ -11,13 +11,13 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Attention, Convolved, calibrated_pass, sequences
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.fake_quantized import simulated
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import (
     QParams,
     calibrated_input,
     quantized_layers,
     rounded_values,
-    simulated,
     without_rounded_values,
 )
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of, with_float_scores

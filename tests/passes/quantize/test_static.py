@@ -11,9 +11,10 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, calibrated_pass, images, seeded
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.fake_quantized import simulated
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.graph.quantized import QParams, quantized, quantized_layer, simulated
+from tsopt.compiler.graph.quantized import QParams, quantized, quantized_layer
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run

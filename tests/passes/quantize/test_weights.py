@@ -10,8 +10,9 @@ from torch import nn
 import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt.compiler.graph.fake_quantized import simulated
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.graph.quantized import has_float_inputs, in_float, largest_magnitude, quantized_layers, simulated
+from tsopt.compiler.graph.quantized import group_of, in_float, largest_magnitude, quantized_layers
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
@@ -41,7 +42,7 @@ def test_linear_layers_get_int8_weights_and_keep_float_inputs():
     found = list(quantized_layers(made))
     assert [made.weights[layer.weight].shape for layer in found] == [(32, 16), (8, 32)]
     assert all(layer.has_float_input and layer.by is None for layer in found)
-    assert has_float_inputs(made)
+    assert group_of(made) == 128
     assert largest_magnitude(made) == 127
     assert made.numerics == Numerics.LOSSY
     with torch.no_grad():
@@ -89,7 +90,7 @@ def test_other_passes_leave_them_alone():
 
 def test_the_precision_has_a_name():
     program = tsopt.capture(mlp(16, 8), torch.ones(1, 16))
-    assert has_float_inputs(in_precision(program, "int8-weights"))
+    assert group_of(in_precision(program, "int8-weights")) == 128
     with pytest.raises(NoGain, match="no float32 linear layer or convolution"):
         in_precision(tsopt.capture(nn.ReLU(), torch.ones(2)), "int8-weights")
 

@@ -254,7 +254,7 @@ def test_a_manifest_that_can_be_read_in_two_ways_is_damage(bundle, raw, why):
             {"pinning": "no"},
             {"float64": 1},
             {"hint": "fast"},
-            {"precision": "int4"},
+            {"precision": "int2"},
             {"int8_group": 0},
             {"other_ops": "fp16"},
             {"unknown": {"a": 1}},

@@ -239,6 +239,20 @@ def test_the_files_of_winners_take_only_so_much(monkeypatch):
     assert cache_files.size() > 20
 
 
+def test_steps_are_counted_limited_and_cleared(monkeypatch):
+    monkeypatch.setattr(cache_files, "MOST_BYTES", 25)
+    for age, letter in enumerate("abc"):
+        cache_files.write(letter * 64, bytes(10), cache_files.STEP)
+        os.utime(cache.directory() / f"{letter * 64}.step", (age, age))
+    cache_files.drop_oldest_steps()
+    monkeypatch.setattr(cache_files, "MOST_STEPS", 2)
+    cache_files.drop_oldest_steps()
+    assert [cache_files.read(letter * 64, cache_files.STEP) for letter in "abc"] == [None, bytes(10), bytes(10)]
+    assert (cache_files.size(), cache.entries()) == (20, [])
+    cache.clear()
+    assert list(cache.directory().iterdir()) == []
+
+
 def test_an_entry_without_files_removes_those_of_an_earlier_winner():
     cache.keep(KEY, ENTRY, b"files")
     cache.keep(KEY, ENTRY)

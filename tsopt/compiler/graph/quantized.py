@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ HIGHEST = 255
 UNSIGNED = (0, HIGHEST, torch.uint8)
 SIGNED = (-127, 127, torch.int8)
 SYMMETRIC = (-128, 127, torch.int8)
+FOUR_BITS = (0, 15, torch.uint8)
+GROUPS = (16, 32, 64, 128, 256)  # of weights in 4 bits: what engines have kernels for
 GROUP = 128  # elements of a row that share a scale where an engine rounds them itself
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
 LARGEST_END = torch.finfo(torch.float32).max * 127 / 128  # of a range: one step beyond it is finite too
@@ -87,17 +88,18 @@ class QParams:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """A linear layer or a convolution with an int8 weight, and one scale and zero point for the input if it has any.
+    """A linear layer or a convolution with an integer weight, and one scale and zero point for the input if it has any.
 
     Attributes:
         node: the call of `aten.linear` or of a convolution.
         x: its input before quantization: float32, [..., in] or [batch, in, *spatial].
         dequantized: the input after quantization and back; `x` itself where the program does not quantize it.
         by: its scale and zero point; None where each call computes them, or there are none.
-        weight: name of the int8 weight, [out, in] or [out, in / groups, *kernel].
-        scales: name of the scales of its outputs, float32, [out].
-        zeros: name of its zero points, all 0, int64, [out].
+        weight: name of the weight: int8, [out, in] or [out, in / groups, *kernel]; in 4 bits, uint8, [out, in].
+        scales: name of the scales of its outputs, float32, [out]; in 4 bits, of its groups, [out, in / group].
+        zeros: name of its zero points, all 0, int64, [out]; in 4 bits, of its groups, int8, [out, in / group].
         bias: float32, [out], or nothing.
+        group: how many neighbours in a row share a scale; None in 8 bits.
     """
 
     node: fx.Node
@@ -108,6 +110,7 @@ class QuantizedLayer:
     scales: str
     zeros: str
     bias: fx.Node | None
+    group: int | None = None
 
     @property
     def has_float_input(self) -> bool:
@@ -172,6 +175,12 @@ def dequantized_weight(integers: torch.Tensor, scales: torch.Tensor) -> torch.Te
     return integers * _by_output(scales, integers)
 
 
+def dequantized_groups(integers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """The same in 4 bits, with a scale and a zero point for each group of a row."""
+    groups = integers.unflatten(1, (scales.shape[1], -1))
+    return groups.float().sub_(zeros[..., None]).mul_(scales[..., None]).flatten(1)
+
+
 def _by_output(scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return scales.view(-1, *[1] * (weight.dim() - 1))
 
@@ -197,31 +206,59 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
     x, by = calibrated_input(dequantized) or (_quantized_input(dequantized) or _float_input(dequantized), None)
-    if x is None or not _calls(weight, quantized.dequantize_per_channel.default) or (by and by.is_symmetric):
+    held = _held_weight(program, weight)
+    if x is None or held is None or (by and by.is_symmetric):
         return None
-    *held, axis, low, high, dtype = weight.args
-    if (axis, low, high, dtype) != (0, *SIGNED) or any(item.op != "get_attr" for item in held) or weight.kwargs:
-        return None
-    names = [str(item.target) for item in held]
-    integers, scales, zeros = (program.weights[name] for name in names)
-    rows = integers.shape[:1]
+    names, rows, group = held
     fits = (
         (x is not dequantized or node.target is aten.linear.default)
-        and (integers.dtype, integers.dim()) == (torch.int8, DIMENSIONS[node.target])
-        and (scales.dtype, scales.shape) == (torch.float32, rows)
-        and (zeros.dtype, zeros.shape, bool(zeros.any())) == (torch.int64, rows, False)
-        and integers.device.type == "cpu"
+        and program.weights[names[0]].dim() == DIMENSIONS[node.target]
+        and (group is None or x is dequantized)
         and (bias is None or _type(bias) == (torch.float32, rows))
         and _type(x)[0] == torch.float32
     )
-    return QuantizedLayer(node, x, dequantized, by, names[0], names[1], names[2], bias) if fits else None
+    return QuantizedLayer(node, x, dequantized, by, *names, bias, group) if fits else None
+
+
+def _held_weight(program: Program, weight: Any) -> tuple[tuple[str, str, str], torch.Size, int | None] | None:
+    """The names of integers, scales and zero points of a weight, its number of rows, and the size of a group if any."""
+    is_grouped = _calls(weight, quantized.dequantize_per_channel_group.default)
+    if not (is_grouped or _calls(weight, quantized.dequantize_per_channel.default)) or weight.kwargs:
+        return None
+    held, kind = weight.args[:3], weight.args[3:]
+    if any(not isinstance(item, fx.Node) or item.op != "get_attr" for item in held):
+        return None
+    first, second, third = (str(item.target) for item in held)
+    integers, scales, zeros = (program.weights[name] for name in (first, second, third))
+    rows, group = integers.shape[:1], None
+    if is_grouped:
+        *bits, group, dtype = kind
+        known = (*bits, dtype) == (*FOUR_BITS, torch.float32) and group in GROUPS
+        if not known or integers.dim() != 2 or integers.shape[1] % group or integers.dtype != torch.uint8:
+            return None
+        shape = torch.Size((*rows, integers.shape[1] // group))
+        wanted = zeros.dtype == torch.int8 and bool(((zeros >= 0) & (zeros <= FOUR_BITS[1])).all())
+        wanted = wanted and bool(integers.numel()) and int(integers.max()) <= FOUR_BITS[1]
+    else:
+        shape = rows
+        wanted = kind == (0, *SIGNED) and integers.dtype == torch.int8 and zeros.dtype == torch.int64
+        wanted = wanted and not bool(zeros.any())
+    fits = wanted and scales.dtype == torch.float32 and scales.shape == zeros.shape == shape
+    return ((first, second, third), rows, group) if fits and integers.device.type == "cpu" else None
+
+
+def float_weight(program: Program, layer: QuantizedLayer) -> torch.Tensor:
+    """The float32 values that the integers of a layer's weight stand for."""
+    integers, scales, zeros = (program.weights[name].detach() for name in (layer.weight, layer.scales, layer.zeros))
+    if layer.group is None:
+        return dequantized_weight(integers, scales)
+    return dequantized_groups(integers, scales, zeros)
 
 
 def restore(program: Program, layer: QuantizedLayer) -> None:
     """The layer in float32, with the weight that its integers stand for. What it read before may be unused then."""
     name = fresh_name(f"{layer.weight}.float", program.weights)
-    value = dequantized_weight(program.weights[layer.weight], program.weights[layer.scales])
-    held = new_weight(program, layer.node, name, value)
+    held = new_weight(program, layer.node, name, float_weight(program, layer))
     rewire(layer.node, layer.x, held)
 
 
@@ -237,18 +274,20 @@ def quantized_layers(program: Program) -> Iterator[QuantizedLayer]:
 
 
 def largest_magnitude(program: Program) -> int:
-    """The largest magnitude of an int8 weight on the CPU, also of the model's own; 0 unless values are rounded too."""
-    if not has_float_inputs(program) and not any(_rounds(node) for node in program.calls()):
+    """The largest magnitude of integer weights on the CPU, also of the model's own; 0 unless values are rounded too."""
+    if group_of(program) is None and not any(_rounds(node) for node in program.calls()):
         return 0
     read = {item for node in program.calls() if node.target in DEQUANTIZING for item in node.all_input_nodes}
     weights = [program.weights[str(item.target)] for item in read if item.op == "get_attr"]
     on_cpu = [w for w in weights if w.dtype == torch.int8 and w.numel() and w.device.type == "cpu"]
-    return max((int(w.int().abs().max()) for w in on_cpu), default=0)
+    in_four_bits = any(layer.group is not None for layer in quantized_layers(program))
+    return max((int(w.int().abs().max()) for w in on_cpu), default=FOUR_BITS[1] * in_four_bits)
 
 
-def has_float_inputs(program: Program) -> bool:
-    """Whether an engine may round the inputs of linear layers with int8 weights itself."""
-    return any(layer.has_float_input for layer in quantized_layers(program))
+def group_of(program: Program) -> int | None:
+    """How many neighbours an engine may round together, of the inputs of such layers; None if it rounds none."""
+    groups = [layer.group or GROUP for layer in quantized_layers(program) if layer.has_float_input]
+    return min(groups, default=None)
 
 
 def in_float(program: Program) -> Program:
@@ -283,59 +322,6 @@ def rounded_values(program: Program) -> list[fx.Node]:
     by_layers = [layer.x for layer in quantized_layers(program)]
     others = [found[0] for node in program.calls() if (found := calibrated_input(node))]
     return list(dict.fromkeys(by_layers + others))
-
-
-def simulated(program: Program) -> Program:
-    """A copy that simulates the quantization in float32 (fake quantization), which torch runs several times as fast.
-
-    Weights are stored dequantized; quantizing and dequantizing a value is one call. Inputs that engines would round
-    themselves are rounded too.
-    """
-    made = program.copy()
-    weights, rounded = dict[Any, QuantizedLayer](), dict[fx.Node, fx.Node]()
-    for layer in quantized_layers(made):
-        weights[ops.bind(layer.node)["weight"]] = layer
-        if layer.has_float_input:
-            call = partial(_call_before, made, layer.node)
-            if layer.x not in rounded:
-                rounded[layer.x] = rounded_by_group(layer.x, int(layer.x.meta["val"].shape[-1]), call)
-            layer.node.replace_input_with(layer.x, rounded[layer.x])
-    for node in list(made.calls()):
-        found = calibrated_input(node)
-        if found is not None:
-            x, by = found
-            near: Any = aten.fake_quantize_per_tensor_affine.default
-            fake = new_call(made, node, node, near, (x, by.scale, by.zero, *by.integers[:2]), {})
-            node.replace_all_uses_with(fake)
-        elif node in weights:
-            integers, scales = (made.weights[name] for name in (weights[node].weight, weights[node].scales))
-            name = fresh_name(f"{weights[node].weight}.float", made.weights)
-            node.replace_all_uses_with(new_weight(made, node, name, dequantized_weight(integers, scales)))
-    erase_dead(made)
-    return made
-
-
-def rounded_by_group(x: Any, size: int, call: Callable[..., Any]) -> Any:
-    """What is left of a value when GROUP neighbours in a row are rounded to multiples of a 127th of the largest.
-
-    This is what ONNX Runtime and OpenVINO do to the input of a linear layer with an int8 weight.
-
-    Args:
-        size: of the last axis; the others may have any.
-        call: makes or computes a call of an op.
-    """
-    count = -(-size // GROUP)
-    padded = call(aten.constant_pad_nd.default, x, [0, count * GROUP - size]) if size % GROUP else x
-    groups = call(aten.unflatten.int, padded, -1, [count, GROUP])
-    largest = call(aten.amax.default, call(aten.abs.default, groups), [-1], True)
-    steps = call(aten.clamp.default, call(aten.div.Tensor, largest, 127.0), SMALLEST)
-    near = call(aten.mul.Tensor, call(aten.round.default, call(aten.div.Tensor, groups, steps)), steps)
-    joined = call(aten.flatten.using_ints, near, -2, -1)
-    return call(aten.slice.Tensor, joined, -1, 0, size) if size % GROUP else joined
-
-
-def _call_before(program: Program, place: fx.Node, target: Any, *args: Any) -> fx.Node:
-    return new_call(program, place, place, target, args, {})
 
 
 def erase_dead(program: Program) -> None:

@@ -16,7 +16,7 @@ from torch import fx
 
 from tsopt.compiler.graph.program import Program
 from tsopt.passes.quantize.observe import Call
-from tsopt.passes.quantize.sensitivity import Loss, Losses, Rounding, channel_of, losses_of
+from tsopt.passes.quantize.sensitivity import Loss, Losses, Rounding, Weights, channel_of, losses_of
 
 log = logging.getLogger("tsopt")
 DRAWS = 8  # of signs, over all calls: an estimate with a standard deviation of half of the value
@@ -31,6 +31,7 @@ def losses_with_effects(
     largest: int,
     corrected: bool,
     progress: Callable[[str], None],
+    weights: Weights = None,
 ) -> dict[str, Loss]:
     """The loss of each layer by node name, and its effect: the squared relative error of the outputs that it causes.
 
@@ -43,10 +44,10 @@ def losses_with_effects(
     which no gradient leads to an output, as where only the largest score counts.
 
     Args:
-        rounding, largest: as in `losses_of`.
+        rounding, largest, weights: as in `LayerErrors`.
         corrected: whether the bias of a layer will be corrected for its mean error.
     """
-    measured = _Effects(program, layers, rounding, largest)
+    measured = _Effects(program, layers, rounding, largest, weights)
     draws, draw = -(-DRAWS // len(calls)), torch.Generator().manual_seed(0)
     is_result = [item.writes is None for item in program.signature.outputs]
     for number, call in enumerate(calls, 1):
@@ -60,7 +61,8 @@ def losses_with_effects(
                 del outputs, results  # and with them the errors of this call
         except RuntimeError as error:
             log.info("%s cannot be differentiated: %s", program.name, error)
-            return losses_of(program, layers, calls, rounding=rounding, largest=largest, progress=progress)
+            same: dict[str, Any] = {"rounding": rounding, "largest": largest, "weights": weights}
+            return losses_of(program, layers, calls, **same, progress=progress)
     effects = {name: measured.effect(name, corrected) / draws for name in measured.found if measured.leads_on(name)}
     if all(map(math.isfinite, effects.values())):
         for name, effect in effects.items():
@@ -79,8 +81,10 @@ class _Effects(Losses):
 
     number = 0
 
-    def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
-        super().__init__(program, layers, rounding, largest)
+    def __init__(
+        self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int, weights: Weights
+    ) -> None:
+        super().__init__(program, layers, rounding, largest, weights)
         self._leaves: list[torch.Tensor] = []  # results of layers that do not depend on those of others
         self._sizes: dict[int, dict[int, float]] = {}  # the squared norm of each output, by call and position
         # v J e, and v J summed up for each output channel, for each call and draw: a correction adds the same to all

@@ -12,16 +12,20 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.fake_quantized import rounded_by_group
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import (
     CONVOLUTIONS,
+    GROUP,
     QParams,
+    dequantized_groups,
     dequantized_weight,
     quantized_weight,
-    rounded_by_group,
 )
+from tsopt.compiler.graph.weight_groups import Parts
 from tsopt.passes.quantize.observe import Call
 
+Weights = Mapping[str, Parts] | None
 Rounding = Callable[[fx.Node, torch.Tensor], torch.Tensor]  # a layer and its input -> the input after quantization
 
 
@@ -64,18 +68,23 @@ class LayerErrors(fx.Interpreter, ABC):
     Args:
         rounding: of the input of a layer.
         largest: the largest magnitude of a weight.
+        weights: of these layers, rounded to 4 bits, by name; None: in 8 bits.
 
     Attributes:
         layers: by node name, without those whose input was not finite in some call.
         found: what is known of each of them, by node name.
     """
 
-    def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
+    def __init__(
+        self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int, weights: Weights = None
+    ) -> None:
         super().__init__(program.module())
         self._rounding = rounding
         self.layers = {layer.name: layer for layer in layers}
-        weights = {str(ops.bind(layer)["weight"].target) for layer in layers}
-        self._weights = {name: quantized_weight(program.weights[name].detach(), largest) for name in weights}
+        names = {str(ops.bind(layer)["weight"].target) for layer in layers}
+        self._in_float: Any = dequantized_weight if weights is None else dequantized_groups
+        in_int8 = {} if weights else {name: quantized_weight(program.weights[name].detach(), largest) for name in names}
+        self._weights: Mapping[str, Any] = weights or in_int8
         self.found: dict[str, Any] = {}
 
     def run_node(self, node: fx.Node) -> Any:
@@ -94,9 +103,9 @@ class LayerErrors(fx.Interpreter, ABC):
 
     def _quantized(self, layer: fx.Node, args: Any, kwargs: Any) -> torch.Tensor:
         x, _, *others = args
-        integers, scales = self._weights[str(ops.bind(layer)["weight"].target)]
+        weight = self._in_float(*self._weights[str(ops.bind(layer)["weight"].target)])
         target: Any = layer.target
-        result: torch.Tensor = target(self._rounding(layer, x), dequantized_weight(integers, scales), *others, **kwargs)
+        result: torch.Tensor = target(self._rounding(layer, x), weight, *others, **kwargs)
         return result
 
     @abstractmethod
@@ -135,9 +144,9 @@ def by_tensor(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
     return _quantized(x, QParams.of_range(*map(float, torch.aminmax(x))))
 
 
-def by_group(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
+def by_group(layer: fx.Node, x: torch.Tensor, group: int = GROUP) -> torch.Tensor:
     """Rounds as an engine does that finds the range of each group of a row in each call."""
-    rounded: torch.Tensor = rounded_by_group(x, x.shape[-1], lambda target, *args: target(*args))
+    rounded: torch.Tensor = rounded_by_group(x, x.shape[-1], lambda target, *args: target(*args), group)
     return rounded
 
 
@@ -158,9 +167,10 @@ def losses_of(
     rounding: Rounding,
     largest: int,
     progress: Callable[[str], None],
+    weights: Weights = None,
 ) -> dict[str, Loss]:
     """The loss of each layer by node name. All layers before it run in float32."""
-    measured, calls = Losses(program, layers, rounding, largest), list(calls)
+    measured, calls = Losses(program, layers, rounding, largest, weights), list(calls)
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")
         with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_VARIANTS, INT8_WEIGHTS, PRECISIONS
+from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_WEIGHTS, INTEGER_VARIANTS, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
 from tsopt.runtime.racing.environment import computes_in_bfloat16
@@ -178,7 +178,7 @@ def _in_precision(
     plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
     found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
     if computes_in_bfloat16():
-        low = [candidate for candidate in found if candidate.variant in INT8_VARIANTS]
+        low = [candidate for candidate in found if candidate.variant in INTEGER_VARIANTS]
         found += [replace(candidate, options=options) for candidate in low for options in candidate.info.also_in_int8]
     found = [candidate for candidate in found if candidate.keeps_float32 or not keep_float]
     if asked and not found and not any(candidate.precision in asked for candidate in racing):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import HALVES, INT8, INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.precision_names import HALVES, INT4, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.errors import BackendError, UsageError
 
 Options = tuple[tuple[str, Any], ...]
@@ -108,7 +108,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "ONNX Runtime",
             "always",
             also=((("threads", 1),),),
-            lowered=(INT8_WEIGHTS, INT8_STATIC),
+            lowered=(INT8_WEIGHTS, INT8_STATIC, INT4),
             through_onnx=True,
             exports="onnx",
             needs={"numpy": "ndarray", "onnxruntime": "InferenceSession"},
@@ -119,7 +119,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "OpenVINO",
             "installed",
             also_in_int8=((("other_ops", "bf16"),),),
-            lowered=(INT8_WEIGHTS, INT8_STATIC),
+            lowered=(INT8_WEIGHTS, INT8_STATIC, INT4),
             int8_scores=True,
             precisions=HALVES,
             through_onnx=True,

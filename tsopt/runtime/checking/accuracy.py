@@ -14,7 +14,7 @@ from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.calls.memory import overlap
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
+from tsopt.compiler.precision_names import FP32, INTEGER_VARIANTS
 from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
@@ -27,11 +27,11 @@ from tsopt.runtime.checking.verdict import ORDER, Verdict
 
 # Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a
 # hundred times too large show overflows, but drive softmax to where the last digit of a score decides.
-LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INT8_VARIANTS, RELATIVE_ERROR)}
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INTEGER_VARIANTS, RELATIVE_ERROR)}
 WIDER = {"large": 10.0}
 # How far a lower precision may round an element, relative to it: half a unit in its last place. For int8, half a step
 # of the largest element: smaller ones are rounded by more, so this is a lower bound.
-STEPS = {"tf32": 2**-11, "bf16": 2**-9, "fp16": 2**-11, **dict.fromkeys(INT8_VARIANTS, 2**-8)}
+STEPS = {"tf32": 2**-11, "bf16": 2**-9, "fp16": 2**-11, **dict.fromkeys(INTEGER_VARIANTS, 2**-8)}
 UNUSUAL = "differs from eager on NaN, infinities or denormals"
 TIED = "differs from eager if all inputs are zero"  # ties may be broken in another order
 UNSTABLE = "differs from eager where rounding an input changes the outputs as much"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tsopt.compiler.precision_names import INT8_VARIANTS
+from tsopt.compiler.precision_names import INTEGER_VARIANTS
 
 Array = NDArray[np.generic]
 
@@ -19,7 +19,7 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "complex128": (1e-7, 1e-7),
     "complex64": (1e-4, 1e-5),
 }
-LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INT8_VARIANTS, 4.4e-2)}
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INTEGER_VARIANTS, 4.4e-2)}
 HUGE = 2.0**480  # see `compare`
 FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 

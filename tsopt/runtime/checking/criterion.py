@@ -62,11 +62,15 @@ class Criterion(Protocol):
         is_cheap: whether it needs only the data, so that it can judge every candidate.
         key: what it asks for, as a text; empty for what no text tells.
         error_limit: about the largest relative error of the outputs that it accepts; None if that is not known.
+        count: of the inputs that it judges on: fewer where calls are slow; 0 where it has data of its own.
     """
 
     is_cheap: bool
     key: str
     error_limit: float | None
+
+    @property
+    def count(self) -> int: ...
 
     def judge(self, candidate: Called) -> Judgement:
         """The judgement on a candidate, which is called like the model."""
@@ -122,6 +126,10 @@ class Likeness:
         decides_by_one = self._metric == TOP1 and made._rows * self._max_drop < 1
         is_all = is_known and len(first.calls) == len(self._answers.calls)  # of large answers, a few are kept
         return self if decides_by_one or is_all else made
+
+    @property
+    def count(self) -> int:
+        return len(self._answers.calls)
 
     @property
     def _rows(self) -> int:
@@ -187,7 +195,7 @@ class Likeness:
 
     @property
     def _inputs(self) -> str:
-        return counted(len(self._answers.calls), "input")
+        return counted(self.count, "input")
 
     def tolerance(self, candidate: Called) -> float:
         found, wanted = self._answers.beside(candidate, self._state)
@@ -212,6 +220,7 @@ class Metric:
     is_cheap = False
     key = ""
     error_limit: float | None = None
+    count = 0
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from tsopt.runtime.racing import environment
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
 
-OPTION = "int8_weights"  # of an executable: the largest magnitude of its int8 weights
+OPTION = "int8_weights"  # of an executable: the largest magnitude of its integer weights; 15 if all have 4 bits
 GROUP = "int8_group"  # of an executable: how many neighbours share a scale where the engine rounds inputs itself
 EXACT = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp")
 NARROW = 64  # 2 * 255 * 64 is below 2^15
@@ -26,8 +26,8 @@ def to_options(program: Program) -> dict[str, int]:
     from tsopt.compiler.graph import quantized
 
     largest = quantized.largest_magnitude(program)
-    group = {GROUP: quantized.GROUP} if quantized.has_float_inputs(program) else {}
-    return {OPTION: largest, **group} if largest else {}
+    group = quantized.group_of(program)
+    return {OPTION: largest, **({} if group is None else {GROUP: group})} if largest else {}
 
 
 def check(options: Mapping[str, Any]) -> None:

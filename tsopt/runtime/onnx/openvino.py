@@ -111,11 +111,12 @@ class OpenVinoBackend:
         from tsopt.runtime.onnx.openvino_int8 import with_fused_activations, with_kept_axes, with_layers_apart
         from tsopt.runtime.onnx.openvino_rounding import with_exact_halves
         from tsopt.runtime.onnx.openvino_sums import with_sums_apart
+        from tsopt.runtime.onnx.ort_int8 import with_products_in_four_bits
 
         def lowered(program: Program) -> Program:
             made = with_sums_apart(with_exact_halves(program))
             made = with_layers_apart(with_kept_axes(with_fused_activations(made)))
-            return with_infinities(made, {**POOLING, **REDUCTIONS})
+            return with_products_in_four_bits(with_infinities(made, {**POOLING, **REDUCTIONS}))
 
         return to_onnx(through(program, lowered))
 

@@ -119,13 +119,13 @@ class OnnxRuntimeBackend:
         from tsopt.runtime.onnx.export import four_axes, to_onnx
         from tsopt.runtime.onnx.infinities import POOLING, with_infinities
         from tsopt.runtime.onnx.ort_bfloat16 import widened
-        from tsopt.runtime.onnx.ort_int8 import with_integer_products
+        from tsopt.runtime.onnx.ort_int8 import with_integer_products, with_products_in_four_bits
         from tsopt.runtime.onnx.ort_kernels import with_own_operators
 
         def standard(program: Program) -> Program:
             if _is_on_gpu(program.signature):
                 return program
-            return widened(with_float_scores(with_infinities(program, POOLING)))
+            return widened(with_float_scores(with_infinities(with_products_in_four_bits(program), POOLING)))
 
         def lowered(program: Program) -> Program:
             return with_own_operators(four_axes(with_integer_products(standard(program))))

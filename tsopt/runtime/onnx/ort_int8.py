@@ -29,12 +29,29 @@ def with_integer_products(program: Program) -> Program:
     for layer in quantized_layers(made):
         if layer.node.target is not aten.linear.default or (layer.by is None and not layer.has_float_input):
             continue
-        result = _by_groups(made, layer) if layer.has_float_input else _product(made, layer)
-        result.meta = dict(layer.node.meta)
-        layer.node.replace_all_uses_with(result)
-        made.graph.erase_node(layer.node)
+        lower = _product if not layer.has_float_input else _by_groups if layer.group is None else _in_four_bits
+        _replace(made, layer, lower(made, layer))
     erase_dead(made)
     return made
+
+
+def with_products_in_four_bits(program: Program) -> Program:
+    """A copy with the runtime's operator only for layers with 4-bit weights: OpenVINO reads it as well.
+
+    ONNX has no other form of theirs that both the exporter writes and OpenVINO runs without unpacking the weights.
+    """
+    made = program.copy()
+    for layer in quantized_layers(made):
+        if layer.group is not None:
+            _replace(made, layer, _in_four_bits(made, layer))
+    erase_dead(made)
+    return made
+
+
+def _replace(program: Program, layer: QuantizedLayer, result: fx.Node) -> None:
+    result.meta = dict(layer.node.meta)
+    layer.node.replace_all_uses_with(result)
+    program.graph.erase_node(layer.node)
 
 
 def _by_groups(program: Program, layer: QuantizedLayer) -> fx.Node:
@@ -43,15 +60,42 @@ def _by_groups(program: Program, layer: QuantizedLayer) -> fx.Node:
     rows, size = weight.shape
     count = -(-size // GROUP)
     groups = (F.pad(weight, (0, count * GROUP - size)).int() + ZERO).to(torch.uint8).view(rows, count, GROUP)
-    nothing = [None, None] if layer.bias is not None else []  # zero points, for they are all ZERO; order of columns
+    return _by_bits(program, layer, groups, scales.repeat_interleave(count), None, 8)
+
+
+def _in_four_bits(program: Program, layer: QuantizedLayer) -> fx.Node:
+    """The same in 4 bits: two integers are in a byte, the first in its lower half; of zero points as well."""
+    integers, scales, zeros = (program.weights[name].detach() for name in (layer.weight, layer.scales, layer.zeros))
+    groups = _paired(integers).unflatten(1, (scales.shape[1], -1))
+    return _by_bits(program, layer, groups, scales.flatten(), _paired(zeros.to(torch.uint8)).flatten(), 4)
+
+
+def _paired(integers: torch.Tensor) -> torch.Tensor:
+    """Two neighbours of a row in each byte; the last one of an odd row is alone."""
+    even = F.pad(integers, (0, integers.shape[1] % 2))
+    return even[:, ::2] | (even[:, 1::2] << 4)
+
+
+def _by_bits(
+    program: Program,
+    layer: QuantizedLayer,
+    groups: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bits: int,
+) -> fx.Node:
+    nothing = [None] if layer.bias is not None else []  # order of columns
     inputs = [
         layer.x,
-        _held(program, layer, "groups", groups),
-        _held(program, layer, "group_scales", scales.repeat_interleave(count)),
+        _held(program, layer, "groups", groups.contiguous()),
+        _held(program, layer, "group_scales", scales.contiguous()),
+        *(nothing if zeros is None else [_held(program, layer, "group_zeros", zeros)]),  # by default all ZERO
         *nothing,
         *([] if layer.bias is None else [layer.bias]),
     ]
-    attributes = {"K": size, "N": rows, "bits": 8, "block_size": GROUP, "accuracy_level": IN_INTEGERS}
+    rows, size = program.weights[layer.weight].shape
+    attributes = {"K": size, "N": rows, "bits": bits, "block_size": layer.group or GROUP}
+    attributes["accuracy_level"] = IN_INTEGERS
     return operator_call(program, layer.node, "com.microsoft::MatMulNBits", inputs, _shape(layer), **attributes)
 
 

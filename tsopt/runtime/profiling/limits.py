@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tsopt.compiler.graph.ops import HALVES
-from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_VARIANTS, INT8_WEIGHTS
+from tsopt.compiler.precision_names import FP32, INT4, INT8, INT8_STATIC, INT8_WEIGHTS, INTEGER_VARIANTS
 from tsopt.runtime.profiling.work import Work
 from tsopt.runtime.thread_count import torch_threads
 
@@ -28,6 +28,7 @@ WIDTHS = {name: (0.5, 0.5) for name in HALVES} | {
     INT8: (0.25, 1.0),
     INT8_WEIGHTS: (0.25, 1.0),
     INT8_STATIC: (0.25,) * 2,
+    INT4: (0.125, 1.0),
 }
 
 
@@ -93,7 +94,7 @@ def _lower_product(precision: str) -> float:
     if precision in HALVES:
         return max(_product(side, HALVES[precision]) for side in SIDES)
     has_kernel = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
-    return max(map(_integer_product, SIDES)) if precision in INT8_VARIANTS and has_kernel else 0.0
+    return max(map(_integer_product, SIDES)) if precision in INTEGER_VARIANTS and has_kernel else 0.0
 
 
 def _product(side: int, dtype: torch.dtype = torch.float32) -> float:

@@ -10,9 +10,9 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import calibrated_input, quantized_layers
+from tsopt.compiler.graph.quantized import QuantizedLayer, calibrated_input, quantized_layers
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
-from tsopt.compiler.precision_names import FP32
+from tsopt.compiler.precision_names import FP32, INT4, INT8_WEIGHTS
 from tsopt.runtime.backends.candidate import BY_ENGINE, Candidate
 
 
@@ -35,6 +35,7 @@ class Precisions:
 def precisions_of(candidate: Candidate, program: Program) -> Precisions:
     """The precisions in which a candidate computes the layers of its variant of a program."""
     options, others = dict(candidate.options), FP32
+    layers: list[QuantizedLayer] = []
     lowered: Iterable[fx.Node]
     for name in BY_ENGINE:
         others = str(options.get(name, others))
@@ -42,8 +43,12 @@ def precisions_of(candidate: Candidate, program: Program) -> Precisions:
         lowered = (node for node in program.calls() if _is_in(node, candidate.variant))
     else:
         scores = (node for node in attentions_of(program) if any(map(calibrated_input, operands_of(node))))
-        lowered = (*(layer.node for layer in quantized_layers(program)), *scores)
-    return Precisions(dict.fromkeys(map(origin_of, lowered), candidate.variant), others)
+        layers = list(quantized_layers(program))
+        lowered = (*(layer.node for layer in layers), *scores)
+    found = dict.fromkeys(map(origin_of, lowered), candidate.variant)
+    if candidate.variant == INT4:
+        found |= {origin_of(layer.node): INT8_WEIGHTS for layer in layers if layer.group is None}
+    return Precisions(found, others)
 
 
 def _is_in(node: fx.Node, precision: str) -> bool:
