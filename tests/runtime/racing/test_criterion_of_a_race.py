@@ -124,7 +124,7 @@ def test_what_calls_write_is_judged_on_the_data(int8_wins, monkeypatch, given, m
 
 def test_a_metric_that_only_the_engine_fails_refuses_it(int8_wins, monkeypatch):
     """The program as torch runs it is fine, the engine's executable is not."""
-    monkeypatch.setattr("tsopt.quantization.variants.compile", lambda program, backend, **_: "simulated")
+    monkeypatch.setattr("tsopt.quantization.measurements.compile", lambda program, backend, **_: "simulated")
     found = optimized(
         metric=lambda m: 1.0 if getattr(m, "_called", m) == "simulated" or _is_model(m) else 0.5, max_drop=0.1
     )
