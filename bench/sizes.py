@@ -106,7 +106,7 @@ def _megabytes() -> float:
 
 def line(name: str, row: dict[str, Any]) -> str:
     if name == "three_examples":
-        calls = f"{row['new_signatures']} of {CALLS} calls captured anew"
+        calls = f"{row['new_signatures']} of {CALLS} calls needed a new capture"
         cells = (f"{row['seconds']:.1f}", row["sizes"], calls, f"{row['difference']:.1e}")
         return f"| {' | '.join(cells)} |"
     eager, hybrid = (np.array(row["seconds_of_blocks"][key]) for key in ("eager", "hybrid"))
@@ -136,7 +136,7 @@ def page(env: Environment, rows: Rows) -> list[str]:
     return [
         f"`optimize` of a small BERT (4 layers, 256 wide) with three examples, and {CALLS} calls of random sizes:",
         "",
-        "| optimize, s | sizes | new signatures | largest difference |",
+        "| optimize, s | sizes | calls of other sizes | largest difference |",
         "|---|---|---|---|",
         *(line(name, row) for name, row in three.items()),
         "",

@@ -165,7 +165,7 @@ def optimize(
             enough for all of them, they are compiled one after the other, and of the fastest as many are kept as fit.
         cache: reuse the result of an earlier race of the same program on this machine, once its winner has been
             verified and timed against eager again, and store the result of a new race. What quantization measures is
-            stored and reused too, but for values of your own `metric`. `tsopt cache show` says where.
+            stored and reused too, except the values of your own `metric`. `tsopt cache show` says where.
         check_indices: engines that accept out-of-range indices get every call's indices checked, whatever the cost,
             and raise what eager raises. False checks only those that take less than 1 % of a call to check; the report
             lists the rest.

@@ -211,7 +211,9 @@ def test_damaged_steps_are_taken_again(steps, damage):
         path.write_bytes(damage(path.read_bytes()))
     steps.clear()
     assert contents(run()) == wanted
-    assert set(steps) >= {*MEASURING, "judged"} - {"factors_for"}, "there are no factors here, nor numbers in them"
+    assert set(steps) >= {*MEASURING, "judged"} - {"factors_for"}, (
+        "the entry of the factors is empty, so some kinds of damage do not change it"
+    )
     steps.clear()
     assert contents(run()) == wanted, "what was damaged has been replaced"
     assert steps == {}

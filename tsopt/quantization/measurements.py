@@ -1,4 +1,4 @@
-"""What runs of a program on calibration data say: factors, ranges, losses of layers, judgements on variants."""
+"""Runs a program on calibration data: factors, ranges of values, losses of layers, judgements on variants."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Measurements:
         self.program, self.largest = program, largest_weight()
         self.error: Exception | None = None
         self._rounded = Rounded()
-        self._changed = ""  # what was made of the program: its steps are others
+        self._changed = ""  # digest of the smoothed program, whose steps differ from those of the original
         self._data, self._quick, self._tell, self._end, self._steps = data, quick, progress, end, steps
 
     def progress(self, text: str) -> None:
-        """Tells of a step. Raises OutOfTime instead if there is no time for it."""
+        """Reports a step. Raises OutOfTime if the time limit is over."""
         if time.monotonic() >= self._end:
             raise OutOfTime
         if _is_worth_freeing(self.program):
@@ -159,7 +159,7 @@ class Measurements:
         return found
 
     def in_int4(self, chosen: frozenset[str], group: int, narrow: frozenset[str]) -> Int4Weights:
-        """The pass for these layers, some of which have 4 bits: it does not round a weight again."""
+        """The pass for these layers, of which the narrow ones get 4 bits. It rounds no weight a second time."""
         return Int4Weights(chosen, chosen - narrow, group, self._rounded)
 
     def judgement(self, by: Criterion, make: Callable[[], Program], *what: object) -> Judgement:

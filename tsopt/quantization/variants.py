@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import fx
@@ -52,6 +53,26 @@ LOWEST_SQNR_IN_INT4 = 15.0  # dB: a layer that loses more has 8 bits
 NOT_FINITE = "its input is not finite"
 OVERFLOWS = "its sums might not fit in 32 bits"
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Layers of which as many are quantized as the criterion accepts.
+
+    Attributes:
+        losses: of these layers, by name; those without one are left out.
+        reasons: why some of them are left out in any case, by name.
+        pass_for: the pass that quantizes the layers with these names.
+        variant: what is made is stored under this name.
+        at_least: how many to leave out in any case.
+    """
+
+    layers: Sequence[fx.Node]
+    losses: Mapping[str, Loss]
+    reasons: Mapping[str, str]
+    pass_for: Callable[[frozenset[str]], Pass]
+    variant: str
+    at_least: int = 0
 
 
 class Quantizer:
@@ -132,7 +153,7 @@ class Quantizer:
             return StaticInt8(qparams, shifts, only, frozenset(reasons), largest)
 
         # The second variant starts from the choice of the first, which saves most of its trials.
-        made, records = self._in_int8(self.layers, self._losses, reasons, pass_for, self._kept_before, name)
+        made, records = self._in_int8(Choice(self.layers, self._losses, reasons, pass_for, name, self._kept_before))
         of_layers = zip(self.layers, records, strict=True)
         kept = sum(bool(record.kept) for layer, record in of_layers if layer.name in self._losses)
         self._kept_before = 0 if isinstance(made, NoGain) else kept
@@ -141,9 +162,7 @@ class Quantizer:
     def _of_weights(self, name: str) -> Made:
         """The variant with int8 weights, or with int4 weights."""
         if self._measured.largest < LARGEST:
-            return NoGain(
-                f"{name.removesuffix('-weights')} weights need a processor with VNNI instructions (AVX-512 VNNI)"
-            ), ()
+            return NoGain("integer weights need a processor with VNNI instructions (AVX-512 VNNI)"), ()
         share = share_of_linear(self.program, self.layers)
         if share < WORTHWHILE:
             return NoGain(f"linear layers account for only {share:.1%} of the work and weights"), ()
@@ -153,28 +172,21 @@ class Quantizer:
         reasons = self._reasons(layers, losses)
         if name == INT4:
             return self._in_int4(layers, losses, reasons)
-        return self._in_int8(layers, losses, reasons, Int8Weights, 0, name)
+        return self._in_int8(Choice(layers, losses, reasons, Int8Weights, name))
 
-    def _in_int8(
-        self,
-        layers: Sequence[fx.Node],
-        losses: Mapping[str, Loss],
-        reasons: Mapping[str, str],
-        pass_for: Callable[[frozenset[str]], Pass],
-        at_least: int,
-        variant: str,
-    ) -> Made:
+    def _in_int8(self, choice: Choice) -> Made:
         """A variant with as many of these layers in int8 as the criterion accepts."""
-        made, kept, said = self._chosen(layers, losses, reasons, pass_for, at_least, variant)
-        others = [layer.name for layer in self.layers if layer not in layers]
+        made, kept, said = self._chosen(choice)
+        others = [layer.name for layer in self.layers if layer not in choice.layers]
         together = "the quantized layers together exceed the accuracy limit"
         said_of = {
             **dict.fromkeys(kept, together),
-            **reasons,
+            **choice.reasons,
             **dict.fromkeys(others, "the fastest candidate quantizes only linear layers"),
         }
         records = tuple(
-            record_of(self.program, layer, losses.get(layer.name), said_of.get(layer.name, "")) for layer in self.layers
+            record_of(self.program, layer, choice.losses.get(layer.name), said_of.get(layer.name, ""))
+            for layer in self.layers
         )
         if made is None:
             return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
@@ -187,7 +199,7 @@ class Quantizer:
             in_int8: the losses of these layers in 8 bits.
             reasons: why some of them stay in float32.
         """
-        wide, kept_in_float = self._in_int8(layers, in_int8, reasons, Int8Weights, 0, INT8_WEIGHTS)
+        wide, kept_in_float = self._in_int8(Choice(layers, in_int8, reasons, Int8Weights, INT8_WEIGHTS))
         if isinstance(wide, NoGain):
             return wide, kept_in_float
         kept = {layer.name: record.kept for layer, record in zip(self.layers, kept_in_float, strict=True)}
@@ -200,7 +212,7 @@ class Quantizer:
         wider = dict.fromkeys(lost, f"SQNR in int4 below {LOWEST_SQNR_IN_INT4:.0f} dB")
         pass_for = partial(self._measured.in_int4, quantized, group)
         in_any_case = {**{name: why for name, why in kept.items() if why}, **wider}
-        made, left, _ = self._chosen(divisible, losses, in_any_case, pass_for, 0, f"{INT4} {group}")
+        made, left, _ = self._chosen(Choice(divisible, losses, in_any_case, pass_for, f"{INT4} {group}"))
         indivisible = [layer.name for layer in chosen if layer.name not in losses]
         wider = {
             **dict.fromkeys(left, "the layers in int4 together exceed the accuracy limit"),
@@ -223,35 +235,25 @@ class Quantizer:
             return False
         self._measured.progress(f"int4 in groups of {group}")
 
-        def made() -> Program:
-            return run(self.program, (self._measured.in_int4(chosen, group, chosen),), Limits(Numerics.LOSSY))[0]
+        def judged(by: Criterion) -> Judgement:
+            pass_ = self._measured.in_int4(chosen, group, chosen)
+            return self._measured.judgement(by, lambda: self._made(pass_), INT4, group, sorted(chosen))
 
-        what = (INT4, group, sorted(chosen))
-        return all(_is_safe(self._measured.judgement(by, made, *what)) for by in (self._quick, self._criterion))
+        return all(_is_safe(judged(by)) for by in (self._quick, self._criterion))
 
-    def _chosen(
-        self,
-        layers: Sequence[fx.Node],
-        losses: Mapping[str, Loss],
-        reasons: Mapping[str, str],
-        pass_for: Callable[[frozenset[str]], Pass],
-        at_least: int,
-        variant: str,
-    ) -> tuple[Program | None, list[str], str]:
+    def _made(self, pass_: Pass) -> Program:
+        return run(self.program, (pass_,), Limits(Numerics.LOSSY))[0]
+
+    def _chosen(self, choice: Choice) -> tuple[Program | None, list[str], str]:
         """The variant with as many of these layers quantized as the criterion accepts; None if it accepts none.
 
         Those are left out that cause most of the error for each multiplication. Where the effects of some on the
         outputs are not known, these are the ones that lose most themselves.
 
-        Args:
-            reasons: why some of them are left out in any case, by their names.
-            pass_for: the pass that quantizes the layers with these names.
-            at_least: how many to leave out in any case.
-            variant: its name.
-
         Returns:
             The names of those that are left out, and what the criterion said of the last variant that it refused.
         """
+        losses, reasons = choice.losses, choice.reasons
         effects = {name: loss.effect for name, loss in losses.items() if loss.effect is not None}
 
         def rank(layer: fx.Node) -> float:
@@ -260,19 +262,18 @@ class Quantizer:
             return -effects[layer.name] / multiplications(self.program, layer)
 
         order = sorted(
-            (layer for layer in layers if layer.name in losses),
+            (layer for layer in choice.layers if layer.name in losses),
             key=lambda layer: (layer.name not in reasons, rank(layer)),
         )
 
         def made_with(kept: int) -> Program:
-            pass_ = pass_for(frozenset(layer.name for layer in order[kept:]))
-            return run(self.program, (pass_,), Limits(Numerics.LOSSY))[0]
+            return self._made(choice.pass_for(frozenset(layer.name for layer in order[kept:])))
 
         def judged_with(kept: int, by: Criterion) -> Judgement:
             names = sorted(layer.name for layer in order[kept:])
-            return self._measured.judgement(by, lambda: made_with(kept), variant, names, sorted(reasons.items()))
+            return self._measured.judgement(by, lambda: made_with(kept), choice.variant, names, sorted(reasons.items()))
 
-        at_least = max(at_least, sum(layer.name in reasons for layer in order))
+        at_least = max(choice.at_least, sum(layer.name in reasons for layer in order))
         kept, said = self._fewest(judged_with, at_least, [losses[layer.name].effect for layer in order])
         made = None if kept == len(order) else made_with(kept)
         self._measured.give_back()

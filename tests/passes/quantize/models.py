@@ -30,6 +30,17 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def with_outliers(size: int, *lead: int) -> torch.Tensor:
+    """Rows of which one value is much larger than the others."""
+    x = torch.randn(*lead, size, generator=seeded(size))
+    x[..., size // 2] *= 30
+    return x
+
+
 def images(count: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(1, 3, 8, 8, generator=seeded(seed + i)) for i in range(count)]
 

@@ -193,7 +193,7 @@ def test_without_vnni_instructions_int8_weights_do_not_race(monkeypatch):
     (row,) = (row for row in fast.report.rows if row.name == "OpenVINO, precision int8-weights")
     assert (row.verdict, row.reason.split(" (")[0]) == (
         "no gain",
-        "int8 weights need a processor with VNNI instructions",
+        "integer weights need a processor with VNNI instructions",
     )
 
 

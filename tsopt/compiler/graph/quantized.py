@@ -176,7 +176,7 @@ def dequantized_weight(integers: torch.Tensor, scales: torch.Tensor) -> torch.Te
 
 
 def dequantized_groups(integers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """The same in 4 bits, with a scale and a zero point for each group of a row."""
+    """The float32 values that integers in 4 bits stand for, with a scale and a zero point for each group of a row."""
     groups = integers.unflatten(1, (scales.shape[1], -1))
     return groups.float().sub_(zeros[..., None]).mul_(scales[..., None]).flatten(1)
 

@@ -13,8 +13,6 @@ from tsopt.compiler.graph.quantized import FOUR_BITS, SMALLEST, Known, quantized
 MOST = FOUR_BITS[1]
 SHARES = tuple(1 - step / 20 for step in range(9))  # of the range of a group: from all of it to three fifths
 AT_ONCE = 1 << 22  # weights of which the error is computed together
-
-
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # integers, scales, zero points
 
 
@@ -69,22 +67,21 @@ def in_groups(weight: torch.Tensor, group: int) -> Parts:
 def _in_groups(weight: torch.Tensor) -> Parts:
     """Of a weight, [out, groups, group]."""
     low, high = weight.amin(2).clamp(max=0), weight.amax(2).clamp(min=0)
-    best = None
-    for share in SHARES:
-        scales = (high * (share / MOST) - low * (share / MOST)).clamp(min=SMALLEST)
-        zeros = (-low * share / scales).round_().clamp_(0, MOST)
-        steps = (weight / scales[..., None]).round_().add_(zeros[..., None]).clamp_(0, MOST)
-        error = (steps - zeros[..., None]).mul_(scales[..., None]).sub_(weight).square_().sum(2)
-        if best is None:
-            best = (steps, scales, zeros, error)
-        else:
-            better = error < best[3]
-            wide = better[..., None]
-            best = (
-                torch.where(wide, steps, best[0]),
-                torch.where(better, scales, best[1]),
-                torch.where(better, zeros, best[2]),
-                torch.where(better, error, best[3]),
-            )
-    assert best is not None
-    return best[0].to(torch.uint8), best[1], best[2].to(torch.int8)
+    errors = torch.stack([_error(weight, low * share, high * share) for share in SHARES])
+    share = torch.tensor(SHARES, device="cpu")[errors.argmin(0)]
+    return _rounded(weight, low * share, high * share)
+
+
+def _error(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """The squared error of each group, [out, groups], if it covers a range."""
+    steps, scales, zeros = _rounded(weight, low, high)
+    found = steps.float().sub_(zeros[..., None]).mul_(scales[..., None])
+    return found.sub_(weight).square_().sum(2)
+
+
+def _rounded(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Parts:
+    """The integers of each group, with the scale and the zero point that cover a range."""
+    scales = (high / MOST - low / MOST).clamp(min=SMALLEST)
+    zeros = (-low / scales).round_().clamp_(0, MOST)
+    steps = (weight / scales[..., None]).round_().add_(zeros[..., None]).clamp_(0, MOST)
+    return steps.to(torch.uint8), scales, zeros.to(torch.int8)

@@ -64,14 +64,14 @@ def _by_groups(program: Program, layer: QuantizedLayer) -> fx.Node:
 
 
 def _in_four_bits(program: Program, layer: QuantizedLayer) -> fx.Node:
-    """The same in 4 bits: two integers are in a byte, the first in its lower half; of zero points as well."""
+    """The same in 4 bits: a byte holds two integers, or two zero points, the first one in its lower half."""
     integers, scales, zeros = (program.weights[name].detach() for name in (layer.weight, layer.scales, layer.zeros))
     groups = _paired(integers).unflatten(1, (scales.shape[1], -1))
     return _by_bits(program, layer, groups, scales.flatten(), _paired(zeros.to(torch.uint8)).flatten(), 4)
 
 
 def _paired(integers: torch.Tensor) -> torch.Tensor:
-    """Two neighbours of a row in each byte; the last one of an odd row is alone."""
+    """Packs two neighbours of a row into each byte; a row of odd length is padded with a zero."""
     even = F.pad(integers, (0, integers.shape[1] % 2))
     return even[:, ::2] | (even[:, 1::2] << 4)
 
