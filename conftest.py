@@ -34,10 +34,10 @@ def _hasty() -> Iterator[None]:
     No test believes what a race in this process measures, and each process that imports torch takes seconds. For the
     whole session, so that fixtures of all scopes are made so.
     """
-    from tsopt import hybrid_state, request
+    from tsopt import hybrid_choice, request
     from tsopt.regression import sessions
     from tsopt.runtime.bundles import store
-    from tsopt.runtime.calling import graph_parts, partitioned
+    from tsopt.runtime.calling import graph_parts, in_service, partitioned
     from tsopt.runtime.racing import preparation, race, timing, tournament
 
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +54,8 @@ def _hasty() -> Iterator[None]:
         patch.setattr(sessions, "SECONDS", 0.05)
         patch.setattr(timing, "PAUSE", 1e-3)
         patch.setattr(race, "ratio_of_single_calls", lambda *_: 2.0)  # no winner is slow at new sizes
-        patch.setattr(hybrid_state, "loss", lambda *_: "")  # nor is what is done around its calls
+        patch.setattr(hybrid_choice, "loss", lambda *_: "")  # nor is what is done around its calls
+        patch.setattr(in_service, "LONG", float("inf"))  # nor is it timed in service
         patch.setattr(request, "is_on_cpu", lambda example: False)  # candidates run in the process of the test
         patch.setattr(store, "try_out", lambda *args: None)  # bundles are opened without a trial
         yield

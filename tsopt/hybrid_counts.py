@@ -54,6 +54,14 @@ class Counts:
             in_eager = in_eager - Counter({self._paused_for: self._unseen})
         return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)
 
+    def _settle(self) -> None:
+        """What has been counted so far stays, whatever becomes of the compiled form."""
+        known, fast = self.report(), self.fast
+        self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
+        self._of_before = self._calls, self._in_eager.total()
+        if isinstance(fast, InBackground):  # whose counts are now among these
+            fast.in_eager, fast.seconds = Counter(), 0.0
+
     def _pause(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """After a call that was refused: how many of the next ones are the model's without a look."""
         self._unseen, self._paused_for = self._pauses.after(args, kwargs), reason

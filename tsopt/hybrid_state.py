@@ -15,27 +15,24 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.other_threads import others_run
-from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.protect import protected, training_of
+from tsopt.compiler.protect import training_of
 from tsopt.compiler.turns import Turn
 from tsopt.errors import CaptureError, NotReady, TsoptError, UsageError
-from tsopt.hybrid_counts import Counts
+from tsopt.hybrid_choice import Choice
 from tsopt.runtime import forks
 from tsopt.runtime.calling.ambient import untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.call_effects import call_effects, effects_of, not_changed, why_eager
-from tsopt.runtime.calling.eager_calls import EagerCalls
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.holdings import Holdings
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
+from tsopt.runtime.calling.own_work import size_of
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.put_aside import Form, PutAside
 from tsopt.runtime.calling.refused import Pauses, Refused
 from tsopt.runtime.calling.served import DIFFERED, ELSEWHERE, KEEPS_CHANGING, NOT_FASTER, RENUMBERED
-from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn, stand_in
 
 log = logging.getLogger("tsopt")
@@ -46,7 +43,7 @@ CHANGES = 3  # times, of each kind, that a compiled form may be given up; but fo
 FILLS = 256  # of dicts in calls of the model itself, for each of which the compiled form is compared with it
 
 
-class Compiled(Counts):
+class Compiled(Choice):
     """The compiled form of a model, for as long as the model does not change.
 
     Attributes:
@@ -54,19 +51,14 @@ class Compiled(Counts):
     """
 
     def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
-        super().__init__(model)
-        self.background, self.options = background, OPTIONS | options
+        super().__init__(model, OPTIONS | options)
+        self.background = background
         if "calibration" in options:  # the model may be optimized more than once
             self.options["calibration"] = readable_again(options["calibration"])
             if background:
                 read_ahead(self.options["calibration"])
         self.why_eager = ""
-        self._audits = Audits(0)
-        self._watch: Watch | InBackground | None = None
-        self._own = EagerCalls(model, follows_threads=self.options.get("threads") is None)
-        self._reason = self._own.reason  # asked on every call
-        self._refused, self._changes, self._fills, self._size = Refused(), Counter[str](), 0, 0
-        self._turn, self._optimizes, self._aside = Turn(), False, PutAside()
+        self._refused, self._changes, self._fills, self._optimizes = Refused(), Counter[str](), 0, False
         self._back: Form | None = None  # what was taken back, until it has served a call
         forks.tell(self)
 
@@ -110,36 +102,9 @@ class Compiled(Counts):
             found = self._audit(fast, args, kwargs) if audited else ""
         if found:
             self._differs(found)
-        return self._audits.timed(lambda: self(args, kwargs, eager))
-
-    def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
-        """A call that the model itself serves, unless its inputs are so much larger that another race may pay."""
-        if self._races_again(args, kwargs):
-            self._calls -= 1  # it comes to `__call__` once more
+        elif self._gives_way(fast, Example(args, kwargs)):
             return self(args, kwargs, eager)
-        self._unseen, self._paused_for = UNSEEN, ""
-        return eager(*args, **kwargs)
-
-    def _races_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether inputs are so much larger than those of the last race that there will be another one."""
-        if size_of(args, kwargs) < LARGER * self._size:
-            return False
-        with self._turn.taken() as mine:
-            if mine and self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other was faster
-                self._calls -= 1  # this one is not among those that have been served
-                self._drop()
-                self._calls += 1
-        return mine
-
-    def _steps_back(self, reason: str, example: Example) -> bool:
-        """If there is a reason, lets the model itself serve the calls, with next to no work around them."""
-        if not reason or "error" in (self.options.get("on_new_signature"), self.options.get("on_gradients")):
-            return False
-        self._stepped_back, self._size = reason, max(1, size_of(example.args, example.kwargs))
-        self._aside = PutAside()  # nobody asks any more which state the model is in
-        self._audits = Audits(0)
-        self._audits.left = -1  # each call that is not left to the model unseen is looked at
-        return True
+        return self._audits.timed(lambda: self(args, kwargs, eager))
 
     def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if isinstance(fast, Partitioned):
@@ -165,10 +130,8 @@ class Compiled(Counts):
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
     def _drop(self, change: str = "") -> None:
-        """Gives the compiled form up, because of such a change; what it has counted stays."""
-        known = self.report()
-        self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
-        self._of_before = self._calls, self._in_eager.total()
+        """Gives the compiled form up, because of such a change."""
+        self._settle()
         self.fast, self._watch, self._unseen, self._aside = None, None, 0, PutAside()
         if change:
             self._changes[change] += 1
@@ -322,7 +285,7 @@ class Compiled(Counts):
         self._own.ask(watch.asks)
         reason = NOT_FASTER if fast.report.is_eager else self._loss(fast, watch, example, apart)
         # The form is last: what ends this before, an interrupt for one, leaves none that serves calls unaudited.
-        if not self._steps_back(reason, example):
+        if not self._steps_back(reason, size_of(example.args, example.kwargs)):
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
         self._watch, self.fast = watch, fast
         return ""
@@ -342,17 +305,6 @@ class Compiled(Counts):
         self._in_eager["its weights were changed while it was compiled"] += 1
         self._drop(KEEPS_CHANGING)
         return ""
-
-    def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example, apart: StandIn | None) -> str:
-        """Why the model itself is faster than the compiled form with what is done around a call; empty if it is not."""
-
-        def served(*args: Any, **kwargs: Any) -> Any:
-            return None if self._reason(args, kwargs, watch) or watch.changed() else fast(*args, **kwargs)
-
-        eager, touched = (self.model, self.model) if apart is None else (apart.called, None)
-        among_threads = not isinstance(fast, Partitioned) and others_run()
-        with kept_outside(self.model), protected(touched, written=watch.written, among_threads=among_threads):
-            return loss(eager, served, InputSet("example", example).clone())
 
     def _begin(self) -> str:
         self._own.renew()
@@ -380,7 +332,8 @@ class Compiled(Counts):
             reason = self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any
         # Where a policy keeps it from stepping back, what was made serves although it is slower.
-        serves = alone and not self._steps_back(reason, example) and made is not None
+        size = size_of(example.args, example.kwargs)
+        serves = alone and not self._steps_back(reason, size) and made is not None
         return "" if serves else reason, False
 
     def _changed(self) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 import tsopt
 from tests.forks import FORKS, in_a_fork
 from tests.hybrid.models import QUICK, Net, X, close, eager
-from tsopt import hybrid_state
+from tsopt import hybrid_choice, hybrid_state
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.calling.audit import difference
 from tsopt.runtime.calling.eager_calls import EagerCalls
@@ -276,7 +276,7 @@ def normed():
 def test_what_another_thread_loads_while_calls_are_compared_stays(always_faster, monkeypatch, in_a_thread, normed):
     model, loaded = normed
     net = tsopt.hybridize(model, **QUICK)
-    monkeypatch.setattr(hybrid_state, "loss", lambda *_: in_a_thread(lambda: net.load_state_dict(loaded)) or "")
+    monkeypatch.setattr(hybrid_choice, "loss", lambda *_: in_a_thread(lambda: net.load_state_dict(loaded)) or "")
     with torch.no_grad():
         net(X)
         close(net[1].running_mean, loaded["1.running_mean"])

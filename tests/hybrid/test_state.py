@@ -7,7 +7,7 @@ import torch
 
 import tsopt
 from tests.hybrid.models import QUICK, Net, X, close, eager
-from tsopt import hybrid_state
+from tsopt import hybrid_choice, hybrid_state
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.calling import own_work
 from tsopt.runtime.racing import race
@@ -127,7 +127,7 @@ def too_short(monkeypatch):
     """Calls are slower with what is done around them, on inputs of as many rows as are in the list."""
     rows = [1, 2, 3, 4, 5]
     monkeypatch.setattr(
-        hybrid_state, "loss", lambda model, served, example: "too short" if len(example.args[0]) in rows else ""
+        hybrid_choice, "loss", lambda model, served, example: "too short" if len(example.args[0]) in rows else ""
     )
     return rows
 
@@ -146,7 +146,7 @@ def test_where_calls_are_too_short_the_model_itself_serves_them(always_faster):
 
 
 def test_where_inputs_get_larger_it_is_compiled_for_them(always_faster, too_short, monkeypatch):
-    monkeypatch.setattr(hybrid_state, "UNSEEN", 1)
+    monkeypatch.setattr(hybrid_choice, "UNSEEN", 1)
     model = Net().eval()
     net = tsopt.hybridize(model, **QUICK)
     large = torch.cat([X[:1]] * 8)
@@ -199,11 +199,14 @@ def test_a_function_that_calls_itself_is_optimized_once(monkeypatch):
     assert made == [3]
 
 
-@pytest.mark.parametrize("place", ["loss", "call_effects", "executable_difference"])
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [(hybrid_choice, "loss"), (hybrid_state, "call_effects"), (hybrid_state, "executable_difference")],
+)
 def test_after_an_interrupt_in_the_first_call_the_next_one_compiles_all_the_same(
-    always_faster, calls, monkeypatch, place
+    always_faster, calls, monkeypatch, module, place
 ):
-    real, seen = getattr(hybrid_state, place), []
+    real, seen = getattr(module, place), []
 
     def interrupted(*args, **options):
         seen.append(compiled_of(net).fast)
@@ -211,7 +214,7 @@ def test_after_an_interrupt_in_the_first_call_the_next_one_compiles_all_the_same
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(hybrid_state, place, interrupted)
+    monkeypatch.setattr(module, place, interrupted)
     net = tsopt.hybridize(Net().eval(), **QUICK)
     with torch.no_grad():
         with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from torch import nn
 
 import tsopt
 from tests.hybrid.models import QUICK, close
-from tsopt import hybrid_state
+from tsopt import hybrid_choice
 from tsopt.originals import compiled_of
 from tsopt.runtime.calling import put_aside
 from tsopt.runtime.calling.served import KEEPS_CHANGING
@@ -40,7 +40,7 @@ class Adapted(nn.Module):
 @pytest.fixture(autouse=True)
 def _pays(monkeypatch):
     """Compiled forms of such small models pay."""
-    monkeypatch.setattr(hybrid_state, "loss", lambda *_: "")
+    monkeypatch.setattr(hybrid_choice, "loss", lambda *_: "")
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_a_function_that_calls_itself_is_compiled_once_for_each_state(always_fas
 
 def test_where_the_model_itself_is_faster_nothing_is_kept(net, monkeypatch):
     right(net)
-    monkeypatch.setattr(hybrid_state, "loss", lambda *_: "it is faster")
+    monkeypatch.setattr(hybrid_choice, "loss", lambda *_: "it is faster")
     net.active = []
     with torch.no_grad():
         net(X)

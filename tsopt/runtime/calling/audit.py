@@ -62,11 +62,12 @@ class Audits:
         left: calls until one is looked at. Counted down without a lock: what threads lose in between does not matter.
         count: audits that were made.
         served, spent: seconds of calls, estimated from those that were timed; seconds of audits.
+        took: seconds of the last call that was timed.
     """
 
     __slots__ = (
         *("_choose", "_clock", "_expected", "_lock", "_looked", "_since"),
-        *("count", "left", "served", "share", "spent", "__weakref__"),
+        *("count", "left", "served", "share", "spent", "took", "__weakref__"),
     )
 
     def __init__(
@@ -80,7 +81,7 @@ class Audits:
         # A separate generator: the one of the process belongs to the user.
         self._clock, self._choose = clock, choose or random.Random().randrange
         self._lock, self._looked = threading.Lock(), self._clock()
-        self.count, self.served, self.spent, self._expected, self._since = 0, 0.0, 0.0, 0.0, 0
+        self.count, self.served, self.spent, self.took, self._expected, self._since = 0, 0.0, 0.0, 0.0, 0.0, 0
         self.left: float = NEVER
         if share:
             self._wait(FIRST // 2 + self._choose(FIRST // 2))
@@ -131,7 +132,7 @@ class Audits:
             start = self._clock()
             result = call()
             end = self._clock()
-            took = max(end - start, 1e-9)
+            self.took = took = max(end - start, 1e-9)
             # No more than has passed: one call that had to wait for a core does not stand for hundreds.
             self.served += min(took * self._since, max(end - self._looked, took))
             self._looked = end
