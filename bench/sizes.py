@@ -4,7 +4,7 @@ Usage: python -m bench.sizes [NAME ...]; writes bench/results/sizes.{json,md}. E
 
 - three_examples: `optimize` of a small BERT with three examples, then 50 calls of random sizes.
 - ten_thousand: `hybridize` of a small network that is called with 10,000 sizes, each once, in random order; blocks of
-  calls take turns with the same calls of the model.
+  calls take turns with the same calls of the model. In ten_thousand_in_eager_mode, the model takes the hybrid's turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tsopt.runtime.racing.environment import Environment
 
 RESULTS = Path(__file__).parent / "results"
 CALLS, SIZES, BLOCK = 50, 10_000, 100
-NAMES = ("three_examples", "ten_thousand", "ten_thousand_in_background")
+IN_EAGER = "ten_thousand_in_eager_mode"
+NAMES = ("three_examples", "ten_thousand", "ten_thousand_in_background", IN_EAGER)
 
 
 def main() -> None:
@@ -36,7 +37,9 @@ def main() -> None:
 
 def one(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    return three_examples() if name == "three_examples" else ten_thousand(background="background" in name)
+    if name == "three_examples":
+        return three_examples()
+    return ten_thousand(background="background" in name, in_eager=name == IN_EAGER)
 
 
 def three_examples() -> dict[str, Any]:
@@ -68,9 +71,10 @@ def three_examples() -> dict[str, Any]:
     }
 
 
-def ten_thousand(*, background: bool) -> dict[str, Any]:
+def ten_thousand(*, background: bool, in_eager: bool) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16)).eval()
     hybrid = tsopt.hybridize(model, background=background)
+    served = model if in_eager else hybrid
     sizes = list(range(1, SIZES + 1))
     random.Random(0).shuffle(sizes)
     spent: dict[str, list[float]] = {"eager": [], "hybrid": []}
@@ -78,7 +82,7 @@ def ten_thousand(*, background: bool) -> dict[str, Any]:
     with torch.no_grad():
         for block in range(0, SIZES, BLOCK):
             inputs = [torch.randn(size, 64) for size in sizes[block : block + BLOCK]]
-            turns: list[tuple[str, Callable[..., Any]]] = [("eager", model), ("hybrid", hybrid)]
+            turns: list[tuple[str, Callable[..., Any]]] = [("eager", model), ("hybrid", served)]
             results = {}
             for name, run in turns if block // BLOCK % 2 else reversed(turns):
                 start = time.perf_counter()

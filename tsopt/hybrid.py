@@ -44,7 +44,7 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     detected at the next call, and the model is compiled again, unless it has returned to one of its last two states;
     audits find what cannot be detected this way (see `audit` of `optimize`). The model runs in eager, with one warning,
     in training mode, when gradients are required (call it under `torch.no_grad()`), under another default dtype, if
-    it cannot be captured, and if real calls, which are timed in both forms now and then, take less time in eager.
+    it cannot be captured, and if eager, which serves a few calls now and then, turns out to be faster in service.
 
     A pipeline of transformers is returned as a pipeline whose model is a hybrid.
 

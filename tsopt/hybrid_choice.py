@@ -13,13 +13,16 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import protected
 from tsopt.compiler.turns import Turn
 from tsopt.hybrid_counts import Counts
-from tsopt.runtime.calling.audit import Audits
+from tsopt.runtime.calling.audit import NEVER, Audits
 from tsopt.runtime.calling.eager_calls import EagerCalls
+from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.in_service import InService
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.put_aside import PutAside
+from tsopt.runtime.calling.served import COMPARED
+from tsopt.runtime.checking.accuracy import LIMITS
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn
 
@@ -34,11 +37,12 @@ class Choice(Counts):
         super().__init__(model)
         self.options = options
         self._audits = Audits(0)
-        self._service = InService(self._audits)
+        self._service = InService(self._audits, 1.0)
         self._watch: Watch | InBackground | None = None
         self._own = EagerCalls(model, follows_threads=options.get("threads") is None)
         self._reason = self._own.reason  # asked on every call
         self._turn, self._aside, self._size = Turn(), PutAside(), 0
+        self._may_compare = True  # whether calls of the model itself change nothing of it
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         raise NotImplementedError
@@ -46,24 +50,47 @@ class Choice(Counts):
     def _drop(self, change: str = "") -> None:
         raise NotImplementedError
 
-    def _gives_way(self, fast: Any, call: Example) -> bool:
-        """Whether the model itself serves the calls from now on, because real ones have taken less time there."""
+    def _after_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _changed(self) -> bool:
+        raise NotImplementedError
+
+    def _is_compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is one of those that each form serves in its turn, to compare them."""
         if self._service.audits is not self._audits:
-            self._service = InService(self._audits)
-        service, watch, iterator = self._service, self._watch, iterator_in(call.args, call.kwargs)
-        if isinstance(fast, Partitioned) or not service.is_affordable or iterator is not None or others_run():
+            self._service = InService(self._audits, _gain(fast))
+        service = self._service
+        if not service.is_on and not service.begins:
             return False
-        executable = fast.serving(call.args, call.kwargs)
-        if executable is None:
+        may = self._may_compare and self._may_step_back and not isinstance(fast, Partitioned) and not others_run()
+        executable = fast.serving(args, kwargs) if may and iterator_in(args, kwargs) is None else None
+        if executable is None or not _is_comparable(executable):
+            service.stop()
             return False
-        with self._turn.taken(at_once=True) as mine:
-            if mine and self.fast is fast:
-                service.time(self.model, self._served_by(fast, watch), executable, call)
-                if service.loss and self._may_step_back:
+        return True
+
+    def _compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        """Such a call."""
+        service, audits, size = self._service, self._audits, size_of(args, kwargs)
+        is_eagers, audits.left = service.is_eagers_turn, NEVER  # the model may call itself
+        if is_eagers:
+            self._in_eager[COMPARED] += 1
+        try:
+            result = service.time(lambda: (eager if is_eagers else fast)(*args, **kwargs), size)
+        finally:
+            audits.resume()
+            audits.left = 0  # the next call is looked at
+        if is_eagers:
+            self._after_eager(args, kwargs)
+            self._may_compare = not self._changed()  # else each round would have it compiled again
+        if not service.is_on and service.loss:
+            with self._turn.taken(at_once=True) as mine:
+                if mine and self.fast is fast:
                     self._settle()
                     self._steps_back(service.loss, service.largest)
                     self._say(self._stepped_back)
-        return bool(self._stepped_back)
+        return result
 
     def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that the model itself serves, unless its inputs are so much larger that another race may pay."""
@@ -105,16 +132,23 @@ class Choice(Counts):
 
     def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example, apart: StandIn | None) -> str:
         """Why the model itself is faster than the compiled form with what is done around a call; empty if it is not."""
-        served = self._served_by(fast, watch)
+
+        def served(*args: Any, **kwargs: Any) -> Any:
+            return None if self._reason(args, kwargs, watch) or watch.changed() else fast(*args, **kwargs)
+
         eager, touched = (self.model, self.model) if apart is None else (apart.called, None)
         among_threads = not isinstance(fast, Partitioned) and others_run()
         with kept_outside(self.model), protected(touched, written=watch.written, among_threads=among_threads):
             return loss(eager, served, InputSet("example", example).clone())
 
-    def _served_by(self, fast: Any, watch: Any) -> Callable[..., Any]:
-        """A call with all that is done around it."""
 
-        def served(*args: Any, **kwargs: Any) -> Any:
-            return None if self._reason(args, kwargs, watch) or watch.changed() else fast(*args, **kwargs)
+def _gain(fast: Any) -> float:
+    """How many times as fast as eager a compiled form was in its race; the least of several."""
+    reports = fast.reports if isinstance(fast, InBackground) else [fast.report]
+    return min((report.winning.gain for report in reports), default=1.0)
 
-        return served
+
+def _is_comparable(executable: Executable) -> bool:
+    """Whether its calls may be served by the model itself in between, and end when they return."""
+    is_exact = executable.tolerance is None and executable.precision not in LIMITS
+    return is_exact and all(item.type.device == "cpu" for item in executable.signature.inputs)

@@ -98,12 +98,13 @@ class Compiled(Choice):
         if not served:
             self._audits.left = NEAR
             return self(args, kwargs, eager)
+        if self._is_compared(fast, args, kwargs):
+            self._calls += 1
+            return self._compared(fast, args, kwargs, eager)
         with self._audits.turn() as audited:
             found = self._audit(fast, args, kwargs) if audited else ""
         if found:
             self._differs(found)
-        elif self._gives_way(fast, Example(args, kwargs)):
-            return self(args, kwargs, eager)
         return self._audits.timed(lambda: self(args, kwargs, eager))
 
     def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -280,6 +281,7 @@ class Compiled(Choice):
             return self._refused.add(example, why_eager(outside), watch, spent, settles=True, effects=True)
         if is_one and (watch.changed() or held.replaced(watch.written)):
             return self._overwritten()
+        self._may_compare &= not inside
         if inside and not outside and not fast.report.is_eager:
             self._say_once(f": {not_changed(inside)}", stacklevel=8)
         self._own.ask(watch.asks)
@@ -298,6 +300,7 @@ class Compiled(Choice):
             self._say(reason, stacklevel=16)
             raise CaptureError(reason)
         if inside:
+            self._may_compare = False
             self._say_once(f": {not_changed(inside)}", stacklevel=15)
 
     def _overwritten(self) -> str:
@@ -328,6 +331,7 @@ class Compiled(Choice):
                 self._say(reason)
                 return reason, True
             if inside:
+                self._may_compare = False
                 self._say_once(f": {not_changed(inside)}", stacklevel=10)
             reason = self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any

@@ -1,4 +1,4 @@
-"""`hybridize`: in service, the model itself takes over where real calls take less time in it."""
+"""`hybridize`: eager and the compiled form serve some calls in turns, and the faster one goes on."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import tsopt
 from tests.hybrid.models import QUICK, Net, X, close
 from tsopt import hybrid_choice
 from tsopt.originals import compiled_of
-from tsopt.runtime.calling import in_service
+from tsopt.runtime.calling.in_service import TIMED, UNTIMED, InService
+from tsopt.runtime.calling.served import COMPARED
 
-SLOWER = "in service, a call takes 2.0 ms in eager mode and 3.0 ms compiled"
-CALLS = 300  # the first look at how long calls take is at one of the calls 51 to 100
-OFTEN = QUICK | {"audit": 1.0}  # looks that follow soon after it
+TURN, ROUNDS = UNTIMED + TIMED, 3
+CALLS = 101 + 2 * TURN * (ROUNDS + 1)  # the first look at what calls take is at one of the calls 51 to 100
+SLOWER = "eager is faster in service"
 
 
 @pytest.fixture
-def timed(monkeypatch, always_faster):
-    """Calls that were timed, each of which takes 2 ms in eager mode and 3 ms compiled."""
-    calls = []
+def compares(monkeypatch, always_faster):
+    """Rounds begin whenever they may, and after some of them eager has turned out to be faster."""
     monkeypatch.setattr(hybrid_choice, "loss", lambda *_: "")
-    monkeypatch.setattr(in_service.InService, "is_affordable", True)
-    monkeypatch.setattr(in_service, "FEWEST", 3)
-    monkeypatch.setattr(in_service, "seconds_of_both", lambda *given: calls.append(given[:2]) or (2e-3, 3e-3))
-    return calls
+    monkeypatch.setattr(InService, "begins", True)
+    monkeypatch.setattr(InService, "loss", property(lambda self: SLOWER if self._count >= ROUNDS else ""))
+
+
+@pytest.fixture
+def compared(monkeypatch, compares):
+    """The same, and none of the two has turned out to be faster."""
+    monkeypatch.setattr(InService, "loss", "")
 
 
 def serve(net, x=X, calls=CALLS):
@@ -33,31 +37,29 @@ def serve(net, x=X, calls=CALLS):
             close(net(x), tsopt.hybridize(net, active=False)(x))
 
 
-def test_where_eager_is_faster_in_service_it_takes_over_and_says_so_once(timed):
-    net = tsopt.hybridize(Net().eval(), **OFTEN)
+@pytest.mark.usefixtures("compares")
+def test_where_eager_is_faster_in_service_it_takes_over_and_says_so_once():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
     with pytest.warns(UserWarning, match=f"Net runs in eager mode: {SLOWER}") as said:
         serve(net)
     assert [warning.filename for warning in said] == [__file__]
-    assert len(timed) == 3, "nothing is timed any more"
-    report = tsopt.report(net)
-    (reason,) = report.in_eager
-    assert reason == f"{SLOWER} (means of 3 calls)"
-    assert report.calls == CALLS
-    assert 0 < report.in_eager[reason] < CALLS - 50
-    assert len(report.reports) == 1
-    count, compiled = report.in_eager[reason], CALLS - report.in_eager[reason]
+    first = tsopt.report(net)
+    assert first.calls == CALLS
+    assert set(first.in_eager) == {COMPARED, SLOWER}
+    assert first.in_eager[COMPARED] == ROUNDS * TURN
+    assert 0 < first.in_eager[SLOWER] < CALLS - 50 - 2 * ROUNDS * TURN
+    assert len(first.reports) == 1
     serve(net)
-    assert tsopt.report(net).in_eager == {reason: count + CALLS}
-    assert 50 < compiled < CALLS
+    assert tsopt.report(net).in_eager == first.in_eager | {SLOWER: first.in_eager[SLOWER] + CALLS}
 
 
+@pytest.mark.usefixtures("compares")
 @pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
-def test_for_much_larger_inputs_it_is_compiled_again(timed, monkeypatch, calls):
+def test_for_much_larger_inputs_it_is_compiled_again(monkeypatch, calls):
     monkeypatch.setattr(hybrid_choice, "UNSEEN", 0)
-    net = tsopt.hybridize(Net().eval(), **OFTEN)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
     serve(net)
     before = sum(tsopt.report(net).in_eager.values())
-    assert before
     serve(net, torch.cat([X] * 3), 5)
     assert len(calls) == 1
     serve(net, torch.cat([X] * 4), 5)
@@ -65,38 +67,72 @@ def test_for_much_larger_inputs_it_is_compiled_again(timed, monkeypatch, calls):
     assert sum(tsopt.report(net).in_eager.values()) == before + 5
 
 
-def test_a_form_that_is_faster_in_service_stays(timed, monkeypatch):
-    monkeypatch.setattr(in_service, "seconds_of_both", lambda *_: timed.append(1) or (3e-3, 2e-3))
-    net = tsopt.hybridize(Net().eval(), **OFTEN)
+@pytest.mark.usefixtures("compared")
+def test_a_form_that_is_as_fast_stays(calls):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
     serve(net)
-    assert len(timed) > 3
-    assert not tsopt.report(net).in_eager
+    report = tsopt.report(net)
+    assert report.in_eager.keys() == {COMPARED}
+    assert TURN <= report.in_eager[COMPARED] <= CALLS / 2
+    assert len(calls) == 1
 
 
-@pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
-def test_what_is_timed_is_the_model_and_the_call_with_all_that_is_done_around_it(timed):
-    net = tsopt.hybridize(Net().eval(), **OFTEN)
-    serve(net, calls=110)
-    model, served = timed[0]
-    assert model is tsopt.hybridize(net, active=False)
+@pytest.mark.usefixtures("compared")
+def test_a_call_that_raises_raises_as_it_would_without_a_round():
+    net = tsopt.hybridize(Net().eval(), on_new_signature="eager", **QUICK)
+    serve(net, calls=101)
     with torch.no_grad():
-        close(served(X), model(X))
-    assert compiled_of(net).fast is not served
+        for _ in range(TURN):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                net(X[:, :3])
+    serve(net)
 
 
-@pytest.mark.parametrize("kind", ["another_thread", "policy", "audits are off"])
-def test_nothing_steps_back_where_it_must_not(timed, kind, request):
+@pytest.mark.usefixtures("compared")
+def test_a_model_that_its_own_calls_change_is_not_compared_any_more(monkeypatch):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    serve(net, calls=101)
+    before = tsopt.report(net).in_eager.get(COMPARED, 0)
+    state = compiled_of(net)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(state), "_changed", lambda self: tsopt.report(net).in_eager[COMPARED] > before + TURN)
+        serve(net, calls=4 * TURN)
+    served = tsopt.report(net).in_eager[COMPARED]
+    serve(net)
+    assert tsopt.report(net).in_eager[COMPARED] == served == before + TURN + 1
+
+
+@pytest.mark.usefixtures("compares")
+@pytest.mark.parametrize("kind", ["another_thread", "policy", "audits are off", "int8"])
+def test_nothing_is_compared_where_it_must_not_be(kind, request, monkeypatch):
     if kind == "another_thread":
         request.getfixturevalue(kind)
+    if kind == "int8":
+        monkeypatch.setattr(hybrid_choice, "LIMITS", {"fp32": 0.1})
     options = {"policy": {"on_new_signature": "error"}, "audits are off": {"audit": 0}}.get(kind, {})
-    net = tsopt.hybridize(Net().eval(), **OFTEN | options)
+    net = tsopt.hybridize(Net().eval(), **QUICK | options)
     serve(net)
     assert not tsopt.report(net).in_eager
-    assert bool(timed) == (kind == "policy"), "times mean little beside other threads"
 
 
-def test_a_call_that_the_compiled_form_does_not_serve_is_not_timed(timed):
-    net = tsopt.hybridize(Net().eval(), on_new_signature="eager", **OFTEN)
+@pytest.mark.usefixtures("compares")
+@pytest.mark.filterwarnings("ignore:tsopt. Counting:UserWarning")
+def test_a_model_whose_calls_change_its_attributes_is_not_compared():
+    class Counting(Net):
+        seen = 0
+
+        def forward(self, x):
+            self.seen += 1
+            return super().forward(x)
+
+    net = tsopt.hybridize(Counting().eval(), **QUICK)
+    serve(net)
+    assert not tsopt.report(net).in_eager
+
+
+@pytest.mark.usefixtures("compared")
+def test_calls_that_the_compiled_form_does_not_serve_are_not_compared():
+    net = tsopt.hybridize(Net().eval(), on_new_signature="eager", **QUICK)
     serve(net, calls=1)
     serve(net, X[:2])
-    assert not timed
+    assert COMPARED not in tsopt.report(net).in_eager

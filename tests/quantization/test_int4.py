@@ -146,20 +146,64 @@ def test_the_engines_that_have_such_products_race():
     assert Candidate.parse("onnxruntime?precision=int4").title == "ONNX Runtime, precision int4"
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_a_model_in_int4_from_end_to_end(tmp_path, always_faster, engine):
+def optimized(engine):
+    """A network, its inputs, and what it is optimized to."""
     model, data = mlp(64, 96, 32).eval(), rows(16, 64)
     options = {"precision": "int4", "calibration": data, "time_all": True, "isolate": False, "cache": False}
-    fast = tsopt.optimize(model, data[0], backends=(f"{engine}?precision=int4",), **LAX, **options)
+    return model, data, tsopt.optimize(model, data[0], backends=(f"{engine}?precision=int4",), **LAX, **options)
+
+
+def error_of(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_a_model_in_int4_from_end_to_end(tmp_path, always_faster, engine):
+    model, _, fast = optimized(engine)
     assert fast.report.winner_key == f"{engine}?precision=int4"
     assert "int4: 2 of 2 layers in int4, 0 in int8" in str(fast.report)
     x = torch.randn(1, 64, generator=seeded(99))
     with torch.no_grad():
         wanted, found = model(x), fast(x)
-    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.2
+    assert 0 < error_of(found, wanted) < 0.2
     fast.save(tmp_path / "saved")
     again = tsopt.load(tmp_path / "saved")
     assert torch.allclose(again(x), found, atol=1e-6)
+
+
+@pytest.mark.parametrize("other", ["onnxruntime", "openvino"])
+def test_it_is_exported_in_int4_to_the_engines_that_have_it(always_faster, other):
+    model, data, fast = optimized("onnxruntime")
+    x = data[0]
+    with torch.no_grad():
+        found, wanted = fast.verified(other)(x), model(x)
+    assert error_of(found, wanted) == pytest.approx(
+        error_of(fast(x), wanted), rel=0.05
+    )  # each engine rounds the inputs itself
+    assert error_of(found, wanted) > 1e-3, "not in int4"
+
+
+def test_it_is_exported_in_float_to_the_others(always_faster):
+    model, data, fast = optimized("onnxruntime")
+    with torch.no_grad():
+        torch.testing.assert_close(fast.verified("torchscript")(data[0]), model(data[0]))
+
+
+@pytest.mark.parametrize("wider", [False, True])
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_its_profile_says_which_layers_are_in_int4(always_faster, monkeypatch, engine, wider):
+    def judged(self, made, by):
+        return Judgement(sum(layer.group is not None for layer in layers(made)) < 2, 0.0, 1.0, "")
+
+    if wider:  # the two layers together lose too much
+        monkeypatch.setattr(measurements.Measurements, "_judged", judged)
+    _, _, fast = optimized(engine)
+    expected = {item.name: item.precision for item in fast.report.quantization}
+    found = {item.layer: item.precision for item in fast.profile().layers if item.work.macs}
+    assert sorted(found.values()) == (["int4", "int8-weights"] if wider else ["int4", "int4"])
+    assert {name for name, precision in found.items() if precision == "int4"} == {
+        name for name, precision in expected.items() if precision == "int4"
+    }
 
 
 def record(name, **options):

@@ -1,136 +1,133 @@
-"""Real calls that are timed compiled and in eager mode, and what follows from that."""
+"""Rounds in which eager and a compiled form serve calls in turns, and what follows from them."""
 
 from __future__ import annotations
 
-from queue import SimpleQueue
-
 import pytest
-import torch
-from torch import nn
 
-import tsopt
-from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.calling import in_service, own_work
 from tsopt.runtime.calling.audit import Audits
-from tsopt.runtime.calling.in_service import FEWEST, InService
+from tsopt.runtime.calling.in_service import FEWEST, LATEST, TIMED, UNTIMED, InService
 
-X = torch.randn(2, 8)
-
-
-class Counting(nn.Module):
-    """Writes a buffer and an attribute in each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.seen = 0
-
-    def forward(self, x):
-        self.calls.add_(1)
-        self.seen += 1
-        return x + x.new_ones(x.shape[1:]) * torch.rand(())
+ROUND = 2 * (UNTIMED + TIMED)
 
 
 @pytest.fixture(autouse=True)
-def _times_calls(monkeypatch):
+def _compares(monkeypatch):
     monkeypatch.setattr(in_service, "LONG", own_work.LONG)
 
 
-def compiled(model):
-    return compile_by(tsopt.capture(model, X), "eager")
+class Process:
+    """One with a clock, and calls that take as many seconds as their inputs have elements, times a factor."""
+
+    def __init__(self, *, share=0.01, took=1.0, served=0.0, gain=2.0):
+        self.now, self.audits, self.eager_served = 0.0, Audits(share), []
+        self.audits.took, self.audits.served = took, served
+        self.service = InService(self.audits, gain, clock=lambda: self.now)
+
+    def call(self, seconds):
+        self.now += seconds
+        return seconds
+
+    def round(self, ours, eager, sizes=(1,)):
+        for number in range(ROUND):
+            is_eagers, size = self.service.is_eagers_turn, sizes[number % len(sizes)]
+            self.eager_served.append(is_eagers)
+            seconds = (eager if is_eagers else ours) * size
+            assert self.service.time(lambda seconds=seconds: self.call(seconds), size) == seconds
+            assert self.service.is_on == (number < ROUND - 1)
 
 
-def service(pairs, *, served=1e9, took=1.0, share=0.01):
-    audits = Audits(share)
-    audits.served, audits.took = served, took
-    found = InService(audits)
-    found._pairs.extend(pairs)
-    return found
+def after(ours, eager, **options):
+    process = Process(**options)
+    for pair in zip(ours, eager, strict=True):
+        process.round(*pair)
+    return process.service
 
 
 @pytest.mark.parametrize(
-    ("eager", "ours", "is_slower"),
+    ("ours", "eager", "is_slower"),
     [
-        ([10e-3] * FEWEST, [12e-3] * FEWEST, True),
-        ([10e-3] * (FEWEST - 1), [12e-3] * (FEWEST - 1), False),
-        ([10e-3] * FEWEST, [10.2e-3] * FEWEST, False),  # next to nothing
-        ([10e-3] * FEWEST, [8e-3] * FEWEST, False),
-        ([10e-3] * FEWEST, [10e-3] * (FEWEST - 1) + [200e-3], False),  # one that had to wait
-        ([10e-3, 1.0] * FEWEST, [12e-3, 0.5] * FEWEST, False),  # most are slower, all together are not
-        ([10e-3, 1.0] * FEWEST, [8e-3, 1.5] * FEWEST, True),
+        ([1.2] * FEWEST, [1.0] * FEWEST, True),
+        ([1.2] * (FEWEST - 1), [1.0] * (FEWEST - 1), False),
+        ([1.02] * FEWEST, [1.0] * FEWEST, False),  # next to nothing
+        ([0.8] * FEWEST, [1.0] * FEWEST, False),
+        ([1.0] * (FEWEST - 1) + [9.0], [1.0] * FEWEST, False),  # one that had to wait for a core
+        ([1.2, 0.9] * FEWEST, [1.0] * 2 * FEWEST, False),  # not certain
+        ([1.2, 1.3] * FEWEST, [1.0] * 2 * FEWEST, True),
+        ([9.0] * LATEST + [0.9] * LATEST, [1.0] * 2 * LATEST, False),  # long ago
     ],
 )
-def test_eager_serves_where_it_is_known_to_be_faster(eager, ours, is_slower):
-    assert bool(service(zip(eager, ours, strict=True)).loss) == is_slower
+def test_eager_is_the_faster_one_only_where_that_is_certain(ours, eager, is_slower):
+    assert bool(after(ours, eager).loss) == is_slower
 
 
-def test_the_reason_says_what_calls_take():
-    said = service([(10e-3, 12e-3)] * FEWEST).loss
-    assert said == "in service, a call takes 10.0 ms in eager mode and 12.0 ms compiled (means of 10 calls)"
+def test_the_reason_says_by_how_much():
+    said = after([1.2] * FEWEST, [1.0] * FEWEST).loss
+    assert said == "in service, calls take 1.20 times as long compiled as in eager mode (6 comparisons)"
 
 
-def test_what_was_measured_long_ago_does_not_count():
-    found = service([(1.0, 9.0)] * in_service.LATEST)
-    assert found.loss
-    found._pairs.extend([(1.0, 0.5)] * in_service.LATEST)
-    assert not found.loss
+def test_sizes_that_change_from_call_to_call_decide_nothing():
+    process = Process()
+    for _ in range(FEWEST):
+        process.round(1.0, 1.0, sizes=(1, 50, 7, 300, 20))
+    assert not process.service.loss
+    assert process.service.largest == 300
 
 
-@pytest.mark.parametrize(
-    ("known", "is_affordable"),
-    [({}, True), ({"took": 0.9e-3}, False), ({"took": 0.0}, False), ({"served": 0.0}, True)],
-)
-def test_short_calls_are_not_timed(known, is_affordable):
-    assert service([], **known).is_affordable == is_affordable
+def test_turns_are_as_long_and_begin_with_the_other_form_in_the_next_round():
+    process = Process()
+    for _ in range(2):
+        process.round(1.0, 1.0)
+    half = ROUND // 2
+    assert process.eager_served == [False] * half + [True] * half + [True] * half + [False] * half
 
 
-def test_timing_takes_no_larger_share_than_audits(monkeypatch):
-    now = iter(range(1000))
-    audits = Audits(0.01)
-    audits.served, audits.took = 100.0, 1.0
-    found = InService(audits, clock=lambda: float(next(now)))  # each measurement takes a second
-    monkeypatch.setattr(in_service, "seconds_of_both", lambda *_: (1.0, 1.0))
-    executable = compiled(nn.ReLU())
-    timed = 0
-    for _ in range(40):
-        audits.served += 25.0
-        if found.is_affordable:
-            found.time(nn.ReLU(), executable, executable, tsopt.example(X))
-            timed += 1
-    assert timed == pytest.approx(audits.served * audits.share, abs=1)
+def test_the_first_calls_of_a_turn_do_not_count():
+    process = Process()
+    for _ in range(FEWEST):
+        for number in range(ROUND):
+            slow = 5.0 if number % (ROUND // 2) < UNTIMED and not process.service.is_eagers_turn else 1.0
+            process.service.time(lambda slow=slow: process.call(slow), 1)
+    assert not process.service.loss
 
 
-def test_what_a_timed_call_changes_is_put_back():
-    model = Counting().eval()
-    executable = compiled(model)
-    state, calls = torch.get_rng_state(), model.calls.clone()
-    x, found = X.clone(), service([])
-    found.time(model, executable, executable, tsopt.example(x))
-    assert len(found._pairs) == 1
-    assert found.largest == X.numel()
-    assert (model.seen, model.calls) == (0, calls)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(x, X)
+def test_a_call_that_raises_ends_the_round_without_a_result():
+    process = Process()
+    process.service.time(lambda: process.call(1.0), 1)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            process.service.time(lambda: 1 / 0, 1)
+        assert not process.service.is_on
+    process.round(1.0, 1.0)
+    process.service.time(lambda: process.call(1.0), 1)
+    process.service.stop()
+    process.round(1.0, 1.0)
+    half = ROUND // 2
+    assert process.eager_served == [False] * half + [True] * half + [True] * half + [False] * half
 
 
-def test_a_call_that_raises_is_left_to_the_call_itself(caplog):
-    def broken(x):
-        raise ValueError("of this call")
-
-    found = service([])
-    with caplog.at_level("INFO", "tsopt"):
-        found.time(broken, broken, compiled(nn.ReLU()), tsopt.example(X))
-    assert "of this call" in caplog.text
-    assert not found._pairs
-    assert found.is_affordable
+@pytest.mark.parametrize("took", [0.0, 0.9e-3])
+def test_short_calls_are_not_compared(took):
+    assert Process(served=1e9).service.begins
+    assert not Process(served=1e9, took=took).service.begins
 
 
-def test_a_model_that_calls_itself_is_timed_once():
-    found, asked = service([]), SimpleQueue()  # a list would be put back
+@pytest.mark.parametrize("gain", [1.25, 3.0])
+def test_rounds_cost_no_larger_share_of_the_time_than_audits(gain):
+    process, lost = Process(gain=gain), 0.0
+    for _ in range(100_000):
+        process.audits.served += 1.0
+        if process.service.begins:
+            process.round(1.0, gain)
+            lost += ROUND / 2 * (gain - 1)
+            assert lost <= 0.01 * process.audits.served
+    assert lost > 0.009 * process.audits.served
 
-    def model(x):
-        asked.put(found.is_affordable)
-        return x.relu()
 
-    found.time(model, model, compiled(nn.ReLU()), tsopt.example(X))
-    assert [asked.get_nowait(), asked.get_nowait(), asked.empty()] == [False, False, True]
+def test_where_eager_costs_nothing_rounds_leave_calls_in_between():
+    process, rounds = Process(gain=1.0), 0
+    process.round(1.0, 0.9)
+    for _ in range(1000):
+        process.audits.served += 1.0
+        rounds += process.service.begins
+    assert rounds == pytest.approx(1000 - in_service.LEAST * TIMED * 1.9 / 0.01, abs=1)

@@ -1,11 +1,11 @@
-"""Whether a compiled form is faster where it serves: now and then, a real call is timed in both forms.
+"""Whether a compiled form is faster where it serves: now and then, the model itself serves some of the calls.
 
-A race repeats a few calls. In service, each may have other sizes, and the caches hold what else the process does.
+A race repeats a few calls. In service, each may have other sizes, and the rest of the process uses the same caches and
+the same allocator. No measurement beside the calls can tell what that does to either form.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -13,83 +13,89 @@ from collections.abc import Callable
 from statistics import fmean, stdev
 from typing import Any
 
-from tsopt.compiler.calls.example import Example
-from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.protect import protected
 from tsopt.runtime.calling.audit import Audits
-from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.calling.own_work import LONG, size_of
-from tsopt.runtime.checking.inputs import InputSet
-from tsopt.runtime.racing.contenders import device_wait
-from tsopt.runtime.racing.timing import seconds_of_both
+from tsopt.runtime.calling.own_work import LONG
 
-log = logging.getLogger("tsopt")
-FEWEST, LATEST = 10, 32  # calls timed in both forms: for a decision, and at most
+UNTIMED, TIMED = 2, 14  # calls of a turn: those that still find the other form's threads awake, and those that count
+FEWEST, LATEST = 6, 16  # rounds: for a decision, and at most
 NOTABLY = 1.03  # times as long as eager: a form that takes less is not given up
-SURE = 4.0  # standard errors that the mean of the differences is above zero
+SURE = 3.0  # standard errors that the mean of the rounds is above that
+LEAST = 0.05  # of the time of a round: what it costs, where eager costs nothing
 
 
 class InService:
-    """Real calls that were timed in both forms.
+    """Rounds in which each form serves calls in its turn; every second round begins with the other one.
+
+    What a call takes is divided by the number of elements of its inputs: sizes may change from call to call.
 
     Args:
-        audits: of the same form. They say how long the calls that were served took; timing may take as large a share of
-            that as they do.
+        audits: of the same form. They say how long the calls that were served took. The time that rounds cost, because
+            the model itself is slower, may be as large a share of it as that of audits.
+        gain: how many times as fast as eager the race has found it to be.
         clock: seconds.
 
     Attributes:
-        largest: the most elements that the inputs of a timed call had.
+        is_on: whether a round has begun.
+        largest: the most elements that the inputs of a call had.
     """
 
-    def __init__(self, audits: Audits, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.audits, self.largest, self._clock = audits, 0, clock
-        self._pairs = deque[tuple[float, float]](maxlen=LATEST)
-        self._spent, self._expected, self._count, self._is_timing = 0.0, 0.0, 0, False
+    def __init__(self, audits: Audits, gain: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.audits, self._gain, self._clock = audits, gain, clock
+        self.is_on, self.largest, self._count, self._call = False, 0, 0, 0
+        self._ratios = deque[float](maxlen=LATEST)  # times as long as eager, in each round
+        self._spent, self._expected = 0.0, 0.0
+        self._seconds, self._elements = [0.0, 0.0], [0, 0]  # compiled, and in eager mode
 
     @property
-    def is_affordable(self) -> bool:
-        """Whether one more call may be timed. Short ones are not: after a rest, they take longer than in a row."""
+    def begins(self) -> bool:
+        """Whether a round may begin. Short calls are not compared: what times them would matter."""
         audits = self.audits
-        return (
-            not self._is_timing and audits.took >= LONG and self._spent + self._expected <= audits.share * audits.served
-        )
+        expected = self._expected if self._ratios else (UNTIMED + TIMED) * (self._gain - 1) * audits.took
+        return audits.took >= LONG and self._spent + expected <= audits.share * audits.served
 
-    def time(
-        self, model: Callable[..., Any], served: Callable[..., Any], executable: Executable, call: Example
-    ) -> None:
-        """Times a call in both forms, on copies of its inputs. What the calls change is restored.
+    @property
+    def is_eagers_turn(self) -> bool:
+        """Whether the model itself serves the next call of a round."""
+        call = self._call if self.is_on else 0
+        return (call // (UNTIMED + TIMED) + self._count) % 2 == 1
 
-        Never raises an Exception: the caller has not asked for it.
+    def time(self, call: Callable[[], Any], size: int) -> Any:
+        """Makes a call of a round, and begins or ends the round with it. One that raises ends it without a result.
 
         Args:
-            served: a call with all that is done around it.
-            executable: what serves it.
+            size: the number of elements of its inputs.
         """
-        start, self._is_timing = self._clock(), True  # the model may call itself
-        try:
-            copies = [InputSet("call", call).clone() for _ in range(2)]
-            with kept_outside(model), protected(model, written=executable.state):
-                pair = seconds_of_both(model, served, copies, self._count % 2, device_wait(call))
-            self._pairs.append(pair)
-            self.largest = max(self.largest, size_of(call.args, call.kwargs))
-        except Exception as error:  # of the model, which the call itself will raise; or inputs that cannot be copied
-            log.info("a call could not be timed in both forms: %r", error)
-        finally:
-            self._is_timing = False
-        self._count += 1
-        took = self._clock() - start
-        self._spent, self._expected = self._spent + took, min(took, self._expected or took)  # the first one is cold
+        if not self.is_on:
+            self.is_on, self._call, self._seconds, self._elements = True, 0, [0.0, 0.0], [0, 0]
+        turn, counts = int(self.is_eagers_turn), self._call % (UNTIMED + TIMED) >= UNTIMED
+        self.largest = max(self.largest, size)
+        self.is_on, start = False, self._clock()
+        result = call()
+        took, self.is_on = self._clock() - start, True
+        if counts:
+            self._seconds[turn] += took
+            self._elements[turn] += max(size, 1)
+        self._call += 1
+        if self._call == 2 * (UNTIMED + TIMED):
+            self._end()
+        return result
+
+    def stop(self) -> None:
+        """Ends a round without a result."""
+        self.is_on = False
+
+    def _end(self) -> None:
+        ours, eager = (max(t, 1e-9) / n for t, n in zip(self._seconds, self._elements, strict=True))
+        self._ratios.append(ours / eager)
+        lost = (1 - min(ours / eager, 1.0)) * self._seconds[1] * (UNTIMED + TIMED) / TIMED
+        self._spent, self._expected = self._spent + lost, max(lost, LEAST * sum(self._seconds))
+        self.is_on, self._count = False, self._count + 1
 
     @property
     def loss(self) -> str:
         """Why eager should serve the calls; empty if it is not known to be faster."""
-        if len(self._pairs) < FEWEST:
+        logs = [math.log(ratio) for ratio in self._ratios]
+        if len(logs) < FEWEST or fmean(logs) - SURE * stdev(logs) / math.sqrt(len(logs)) < math.log(NOTABLY):
             return ""
-        eager, ours = (fmean(item) for item in zip(*self._pairs, strict=True))
-        differences = [mine - theirs for theirs, mine in self._pairs]
-        if ours < NOTABLY * eager or ours - eager < SURE * stdev(differences) / math.sqrt(len(differences)):
-            return ""
-        return (
-            f"in service, a call takes {eager * 1e3:.1f} ms in eager mode and {ours * 1e3:.1f} ms compiled "
-            f"(means of {len(differences)} calls)"
-        )
+        times = math.exp(fmean(logs))
+        return f"in service, calls take {times:.2f} times as long compiled as in eager mode ({len(logs)} comparisons)"

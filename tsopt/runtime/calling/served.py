@@ -17,6 +17,7 @@ COMPILING = "it is being compiled in the background"
 ELSEWHERE = "another thread compiles it"
 KEEPS_CHANGING = "its weights, hooks, attributes or globals change between calls"
 DIFFERED = "audits find again and again that what was compiled differs from it"
+COMPARED = "it is compared with the compiled form in service"
 RENUMBERED = "torch's number of threads changes between calls"
 
 

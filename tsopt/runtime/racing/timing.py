@@ -180,29 +180,12 @@ def ratio_of_single_calls(
     """
     ratios = []
     for number, items in enumerate(pairs):
-        mine, theirs = seconds_of_both(call, other, items, number % 2, wait)
-        ratios.append(mine / max(theirs, 1e-9))
+        spent = [0.0, 0.0]
+        for turn in (number % 2, 1 - number % 2):
+            rest()
+            spent[turn] = _seconds_of_one((call, other)[turn], items[turn], wait)
+        ratios.append(spent[0] / max(spent[1], 1e-9))
     return statistics.median(ratios)
-
-
-def seconds_of_both(
-    call: Callable[..., Any],
-    other: Callable[..., Any],
-    items: Sequence[Example],
-    first: int,
-    wait: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    """Seconds of a single call of each, after a rest.
-
-    Args:
-        items: the same call for both.
-        first: which one is called first: 0 or 1.
-    """
-    spent = [0.0, 0.0]
-    for turn in (first, 1 - first):
-        rest()
-        spent[turn] = _seconds_of_one((call, other)[turn], items[turn], wait)
-    return spent[0], spent[1]
 
 
 def seconds_in_turns(calls: Sequence[Callable[..., Any]], example: Example) -> list[list[float]]:
