@@ -44,11 +44,13 @@ def one(name: str) -> dict[str, Any]:
     model = load(name)
     draw = torch.Generator().manual_seed(0)
     pictures = [torch.rand(PICTURE, generator=draw) for _ in range(1 + PICTURES)]
-    told: list[float] = []
+    told: list[tuple[float, str]] = []
     start = time.perf_counter()
-    fast = tsopt.optimize(
-        model, ([pictures[0]],), cache=False, progress=lambda *_: told.append(time.perf_counter() - start)
-    )
+
+    def tell(text: str) -> None:
+        told.append((time.perf_counter() - start, text))
+
+    fast = tsopt.optimize(model, ([pictures[0]],), cache=False, progress=tell)
     seconds = time.perf_counter() - start
     differences = []
     with torch.no_grad():
@@ -58,8 +60,8 @@ def one(name: str) -> dict[str, Any]:
         times = [[_seconds_of(run, pictures[1]) for run in (model, fast)] for _ in range(ROUNDS)]
     return {
         "seconds": seconds,
-        "lines": len(told),
-        "longest_silence": float(np.diff([0.0, *told, seconds]).max()),
+        "told": told,
+        "longest_silence": float(np.diff([0.0, *(at for at, _ in told), seconds]).max()),
         "winner": fast.report.winner,
         "frontend": fast.report.frontend.partition(":")[0],
         "rows": [[row.name, row.status, row.reason] for row in fast.report.rows],
@@ -176,7 +178,7 @@ def line(name: str, row: dict[str, Any]) -> str:
         f"{np.median(ratios):.2f}x [{ratios.min():.2f}, {ratios.max():.2f}]",
         f"{row['difference']:.1e}",
         f"{row['seconds']:.0f}",
-        str(row["lines"]),
+        str(len(row["told"])),
         f"{row['longest_silence']:.0f}",
     )
     return f"| {' | '.join(cells)} |"
