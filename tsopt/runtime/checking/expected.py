@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,9 +45,8 @@ class Expected:
     @property
     def largest(self) -> float | None:
         """The largest finite magnitude of an output; None where none is a finite float."""
-        floats = (widened(leaf) for leaf in self.leaves if leaf.is_floating_point() and leaf.numel())
-        finite = (leaf[leaf.isfinite()] for leaf in floats)
-        return max((float(values.abs().max()) for values in finite if values.numel()), default=None)
+        floats = [widened(leaf) for leaf in self.leaves if leaf.is_floating_point() and leaf.numel()]
+        return max((size for leaf in floats if (size := _largest_finite(leaf)) is not None), default=None)
 
     def call(self) -> Example:
         """The call, for repeated use."""
@@ -58,6 +58,16 @@ class Expected:
         """The name of an output."""
         labels = {index: f"{path}.new" for effect in self.effects for index, path in effect.labels()}
         return (labels | dict(self.structure.paths())).get(position) or "output"
+
+
+def _largest_finite(values: torch.Tensor) -> float | None:
+    """The largest finite magnitude; None where there is none. Finite numbers are selected only if others are there."""
+    low, high = map(float, values.aminmax())  # both NaN where one of the values is
+    largest = max(abs(low), abs(high))
+    if math.isfinite(largest):
+        return largest
+    values = values[values.isfinite()]
+    return float(values.abs().max()) if values.numel() else None
 
 
 def answers(
