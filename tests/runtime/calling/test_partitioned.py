@@ -275,7 +275,7 @@ def test_the_steps_of_each_part_and_those_after_them_are_told():
     assert of_the_first[0] == "capture"
     assert any(text.startswith("compile ") for text in of_the_first)
     after = [text for text in told if not text.startswith("part ")]
-    assert after.index("first calls") < after.index(f"check {PARTS}") < after.index(f"verify {PARTS}")
+    assert after.index(f"check {PARTS}") < after.index("first calls") < after.index(f"verify {PARTS}")
     assert any(text.startswith("time: round 1") for text in after)
 
 

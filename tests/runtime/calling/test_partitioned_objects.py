@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.runtime.calling.parts import Block, X, due, optimized
-from tsopt.runtime.calling import graph_parts, partitioned
+from tsopt.runtime.calling import graph_parts, partitioned, parts_in_turn
 from tsopt.runtime.calling.partitioned import PARTS
 from tsopt.runtime.racing.speedup import Timing
 
@@ -24,7 +24,7 @@ REGIONS = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _all_matter(monkeypatch):
     """No part is left as it is because it takes little of the time, or others took much."""
-    monkeypatch.setattr(partitioned, "FOR_ALL", float("inf"))
+    monkeypatch.setattr(parts_in_turn, "FOR_ALL", float("inf"))
     monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(graph_parts, "COVERED", 2.0)
 
@@ -39,7 +39,7 @@ def test_equal_blocks_with_breaks_inside_are_all_optimized(made):
 
 @pytest.mark.usefixtures("parts_win", "always_faster")
 def test_when_the_time_for_all_is_spent_each_part_has_been_optimized_for_one_block(made, monkeypatch):
-    monkeypatch.setattr(partitioned, "FOR_ALL", 0.0)
+    monkeypatch.setattr(parts_in_turn, "FOR_ALL", 0.0)
     model = nn.Sequential(*[Block() for _ in range(3)]).eval()
     fast = optimized(model, frontend="parts")
     torch.testing.assert_close(fast(X), model(X).detach())

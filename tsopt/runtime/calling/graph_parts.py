@@ -127,6 +127,7 @@ class Graph:
         share: of the time of a call, with the weights of one object; None if that is not known.
         late: seconds of a call of the model, for a graph that turned up when the others had been weighed: its first
             call weighs it.
+        waits: others are optimized before it; until then it runs unchanged.
         has_room: whether one more of these is optimized, or one for another object.
         purse: what is spent on it.
         tries: how often it was optimized.
@@ -146,7 +147,7 @@ class Graph:
         self.share: float | None = None
         self.late: float | None = None
         self.has_room: Callable[[], bool] = lambda: True
-        self._is_left = False
+        self._is_left = self.waits = False
         self._forward = graph.forward  # not the module, which prints what it raises
         self._writes = silently_written(graph.graph)
         self._place = next(filter(None, (origin_in(node.meta).get("source") for node in graph.graph.nodes)), "")
@@ -212,6 +213,8 @@ class Graph:
 
     def _serving(self, args: Sequence[Any]) -> Form | None:
         """What serves a call, if it is not what served the last one; None if the graph itself has to."""
+        if self.waits:
+            return None
         form = self._forms.serving(args)
         if form is None and not (self._is_closed and self._forms.made_for(args) is None):
             # While another thread optimizes it again, or for other weights, the graph itself serves this call.

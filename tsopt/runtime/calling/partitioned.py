@@ -10,7 +10,6 @@ import contextlib
 import copy
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
@@ -36,14 +35,16 @@ from tsopt.runtime.calling import dynamo_regions
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
 from tsopt.runtime.calling.drop_in import DropIn
-from tsopt.runtime.calling.graph_parts import FOR_ALL, MOST_LATER, Graph, Purse, as_lines, weigh
-from tsopt.runtime.calling.optimized import CHANGED, Optimized
+from tsopt.runtime.calling.graph_parts import Graph, as_lines
+from tsopt.runtime.calling.optimized import CHANGED
 from tsopt.runtime.calling.own_mode import OwnMode
+from tsopt.runtime.calling.parts_in_turn import Lease, OptimizePart, Parts
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.calling.written_state import state_of
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.judge import Judge
+from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
@@ -59,8 +60,6 @@ KEYS = {PARTS: IN_PARTS, SCRIPT: "torchscript"}  # as options `frontend`, which 
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 
-# A graph, an example of its inputs, the seconds that may be spent, and the callback that is told each step.
-OptimizePart = Callable[[Callable[..., Any], Example, float | None, Progress], Optimized]
 NO_GRAPHS = (
     "TorchDynamo compiles none of its code; if it has compiled many models of this class, in all of the process, "
     "torch._dynamo.reset() lets it start again"
@@ -174,76 +173,6 @@ class Partitioned(DropIn):
         return f"<tsopt.Partitioned {self.report.model} on {self.backend}, {self.report.why}>"
 
 
-class Lease:
-    """Whoever calls the parts of a model holds it: once nobody does, they let go of what was made of them.
-
-    Args:
-        optimize: see OptimizePart.
-    """
-
-    def __init__(self, optimize: OptimizePart, progress: Progress, wait: Callable[[], None]) -> None:
-        self.optimize, self.progress = optimize, progress
-        self.parts = Parts(weakref.ref(self), wait)
-        weakref.finalize(self, self.parts.release).atexit = False
-
-
-class Parts:
-    """The backend of one torch.compile: makes the graphs, and has them optimized.
-
-    TorchDynamo keeps it for as long as the code of the model's class exists, so it does not keep the model alive.
-
-    Attributes:
-        graphs: in the order in which they were traced.
-        call_seconds: of a call of the model, with its graphs as they are, once these have been weighed.
-        region: where TorchDynamo keeps what it has compiled.
-    """
-
-    def __init__(self, lease: weakref.ref[Lease], wait: Callable[[], None]) -> None:
-        self.graphs: list[Graph] = []
-        self.call_seconds: float | None = None
-        self.region: int | None = None
-        self._lease, self._wait = lease, wait
-        self._known: dict[Any, Graph] = {}
-        self._weighed, self._purse = 0, Purse(FOR_ALL)
-
-    def backend(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        number = len(self.graphs) + 1
-
-        def announced(called: Callable[..., Any], inputs: Example) -> Optimized:
-            lease = self._lease()
-            if lease is None:
-                raise CaptureError("the model that it is a part of is gone")
-            title, tell = f"part {number} of {len(self.graphs)}", lease.progress
-            tell(title)
-            # What is optimized keeps the last argument, which must not keep the lease.
-            return lease.optimize(called, inputs, made.budget, lambda text: tell(f"{title}: {text}"))
-
-        made = Graph(graph, announced, self._known)
-        made.is_timed, made.late, made.wait = self.call_seconds is None, self.call_seconds, self._wait
-        made.purse = self._purse
-        if made.late is not None:
-            made.has_room = self._has_room
-        self.graphs.append(made)
-        return made
-
-    def _has_room(self) -> bool:
-        """Whether one more late graph is optimized: one that asks is among them."""
-        late = [graph for graph in self.graphs[self._weighed :] if graph.is_wanted]
-        return sum(max(graph.tries, 1) for graph in late) <= MOST_LATER
-
-    def weigh(self, timed_call: Callable[[], float]) -> None:
-        """Finds out which graphs are worth optimizing; those that turn up from now on are late."""
-        self.call_seconds = weigh(self.graphs, timed_call)
-        self._weighed = len(self.graphs)
-
-    def release(self) -> None:
-        """Lets go of what the graphs were optimized to."""
-        dynamo_regions.end(self.region)
-        for graph in self.graphs:
-            graph.release()
-        self._known.clear()
-
-
 def optimize_partitioned(
     model: Callable[..., Any],
     example_input: Example,
@@ -286,13 +215,14 @@ def optimize_partitioned(
             with torch.no_grad(), protected(model):
                 (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
                 parts.weigh(lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0])
-                progress("first calls")
-                spent = [traced, *first_calls(run, inputs, wait)]
-            progress(f"check {title}")
-            verdict = oracle.judge(run)
+            verdict, spent = _judged(title, run, inputs[0], parts, oracle, model, progress), [traced]
             leaves_no_trace = verdict.ok and _leaves_no_trace(model, inputs[0], state)
             known: dict[str, float] = {}
-            if verdict.ok:  # both have been called several times: in a warm-up, each call of a detector takes seconds
+            if verdict.ok:  # otherwise nobody asks how long it takes
+                progress("first calls")
+                with torch.no_grad(), protected(model):
+                    spent += first_calls(run, inputs, wait)
+                # Both have been called several times: in a warm-up, each call of a detector takes seconds.
                 with torch.no_grad():
                     known[EAGER] = seconds_of(model, inputs[:1], wait)
                     rest()
@@ -321,6 +251,32 @@ def optimize_partitioned(
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
     report = _report(model, rows, parts.graphs, because)
     return Partitioned(model, run, report, audits, on_gradients, lease, leaves_no_trace=leaves_no_trace)
+
+
+def _judged(
+    title: str,
+    run: Callable[..., Any],
+    example: Example,
+    parts: Parts,
+    oracle: Oracle,
+    model: Callable[..., Any],
+    progress: Progress,
+) -> Verdict:
+    """The verdict on a model whose parts are optimized in turn, each in a call on the example.
+
+    It is reached as soon as the model is wrong: the parts that have not had their turn are left as they are.
+    """
+    for is_last in parts.in_turn():
+        with torch.no_grad(), protected(model):
+            seconds_of_calls(run, [example], 1)
+        if not is_last and not parts.is_changed:
+            continue
+        progress(f"check {title}")
+        verdict = oracle.judge(run, few=not is_last)
+        if not verdict.ok:
+            parts.leave_the_others()
+            break
+    return verdict
 
 
 def _leaves_no_trace(model: Callable[..., Any], example: Example, state: Sequence[torch.Tensor] = ()) -> bool:

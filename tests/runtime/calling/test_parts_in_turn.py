@@ -1,0 +1,125 @@
+"""The order in which the parts of a model are optimized, and when the others are left as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.calling.parts import Block, X, optimized
+from tsopt.runtime.calling import graph_parts, partitioned
+from tsopt.runtime.calling.partitioned import PARTS
+from tsopt.runtime.calling.parts_in_turn import Lease
+from tsopt.runtime.checking.verdict import Verdict
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def _all_matter(monkeypatch):
+    """No part is left as it is because it takes little of the time; the second one of two is the largest."""
+    real = graph_parts.weigh
+
+    def weigh(graphs, timed_call):
+        seconds = real(graphs, timed_call)
+        for number, graph in enumerate(graphs, 1):
+            graph.share = number / 10
+        return seconds
+
+    monkeypatch.setattr("tsopt.runtime.calling.parts_in_turn.weigh", weigh)
+    monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(graph_parts, "COVERED", 2.0)
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """What a model is found to be each time that it is judged; which parts have been optimized by then is returned."""
+    real, seen = partitioned.Oracle.judge, []
+
+    def says(*found):
+        answers = list(found)
+
+        def judge(self, candidate, **options):
+            if self.eager.program is None and answers:
+                seen.append(options.get("few", False))
+                return Verdict(answers.pop(0), "element", 0.0, ("example",), reason="off")
+            return real(self, candidate, **options)
+
+        monkeypatch.setattr(partitioned.Oracle, "judge", judge)
+        return seen
+
+    return says
+
+
+def titles(told):
+    """The parts, in the order in which they were optimized, and the verdicts between them."""
+    steps = [text for text in told if text.startswith("check part") or (text.startswith("part ") and ":" not in text)]
+    return [text.removesuffix(" of 2") for text in steps]
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_a_model_that_is_wrong_with_its_largest_part_keeps_the_others_as_they_are(judged, made):
+    seen, told = judged(False), []
+    fast = optimized(Block().eval(), frontend="parts", progress=told.append)
+    assert titles(told) == ["part 2", f"check {PARTS}"]
+    assert seen == [True]
+    assert (fast.backend, fast.report.row(PARTS).status) == ("eager", "wrong")
+    assert "part 1: not tried: the model is wrong already with part 2 optimized" in fast.report.text
+    assert not any(text.startswith(("first calls", "time: ")) for text in told), "nobody asks how long it takes"
+    fast(X)
+    assert [graph.tries for graph in made] == [0, 1]
+
+
+@pytest.mark.usefixtures("always_faster", "parts_win")
+def test_one_that_is_right_with_its_largest_part_is_judged_again_with_all(judged):
+    seen, told = judged(True, True), []
+    fast = optimized(Block().eval(), frontend="parts", progress=told.append)
+    assert titles(told) == ["part 2", f"check {PARTS}", "part 1", f"check {PARTS}"]
+    assert seen == [True, False], "at last on all input sets"
+    assert "2 of 2 parts optimized" in fast.report.frontend
+    model = Block().eval()
+    model.load_state_dict(fast.model.state_dict())
+    torch.testing.assert_close(fast(X), model(X).detach())
+
+
+def test_a_part_that_stays_as_it_is_says_nothing_about_the_model(judged):
+    seen, told = judged(False), []
+    optimized(Block().eval(), frontend="parts", progress=told.append, backends=("eager",))
+    assert titles(told) == ["part 2", "part 1", f"check {PARTS}"]
+    assert seen == [False]
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_a_model_that_is_wrong_at_last_is_not_timed(judged):
+    judged(True, False)
+    told = []
+    fast = optimized(Block().eval(), frontend="parts", progress=told.append)
+    assert fast.report.row(PARTS).status == "wrong"
+    assert not any(text.startswith(("first calls", "time: ")) for text in told)
+
+
+def test_graphs_that_turn_up_while_others_have_their_turn_wait_as_well():
+    tried = []
+
+    def optimize(called, inputs, budget, progress):
+        tried.append(called)
+        raise graph_parts.TsoptError("not here")
+
+    lease = Lease(optimize, lambda text: None, lambda: None)
+    parts = lease.parts
+    made = [parts.backend(torch.fx.symbolic_trace(nn.Linear(8, 8)), ()) for _ in range(2)]
+    parts.call_seconds = 1.0
+    for graph, share in zip(made, (0.2, 0.6), strict=True):
+        graph.is_timed, graph.share = False, share
+    turns = parts.in_turn()
+    with torch.no_grad():
+        assert next(turns) is False
+        late = parts.backend(torch.fx.symbolic_trace(nn.ReLU()), ())
+        late.late, late.share = None, 0.5
+        for graph in (*made, late):
+            graph(X)
+        assert len(tried) == 1
+        assert next(turns) is True
+        for graph in (*made, late):
+            graph(X)
+    assert len(tried) == 3
