@@ -8,8 +8,11 @@ from torch import nn
 
 import tsopt
 from tsopt.compiler.calls.example import as_example
+from tsopt.compiler.graph.values import Values
+from tsopt.runtime.checking import neighbours as near
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.neighbours import DRAWS, neighbours
+from tsopt.runtime.checking.compare import NOISE
+from tsopt.runtime.checking.neighbours import DRAWS, Answers, neighbours
 
 
 def test_each_element_moves_by_one_unit_in_its_last_place():
@@ -159,3 +162,49 @@ def test_on_too_large_inputs_what_rounding_does_not_explain_is_wrong():
 
 def test_on_inputs_of_ordinary_size_it_may_not():
     assert not lookup(1 / 4, precision="int8").ok
+
+
+class Twice(Steep):
+    def forward(self, x):
+        wave = super().forward(x)
+        return wave, -wave
+
+
+def test_neighbours_are_computed_once_for_all_outputs_and_candidates(monkeypatch):
+    computed, real = [], Values.compute
+    monkeypatch.setattr(Values, "compute", lambda self, wanted: computed.append(len(wanted)) or real(self, wanted))
+    judge = oracle(Twice()).judge
+    for _ in range(3):
+        verdict = judge(lambda x: (in_another_order(x), -in_another_order(x)))
+        assert (verdict.ok, verdict.test) == (True, "float64"), verdict.reason
+        assert 0 < len(computed) <= 1 + NOISE, "the values themselves, and each neighbour once"
+    assert set(computed) == {2}, "of both outputs"
+
+
+def test_answers_are_kept_by_what_was_moved_and_for_each_draw():
+    answers, asked = Answers(), []
+
+    def ask(inputs, number):
+        return answers.answer(inputs, number, lambda: asked.append((inputs, number)) or [torch.tensor(number)])
+
+    for _ in range(2):
+        for inputs in "ab":
+            assert [int(ask(inputs, number)[0]) for number in range(3)] == [0, 1, 2]
+    assert asked == [(inputs, number) for inputs in "ab" for number in range(3)]
+
+
+def test_answers_are_not_kept_where_they_would_take_too_much_memory(monkeypatch):
+    monkeypatch.setattr(near, "MOST_BYTES", 8 * 4)
+    answers, asked = Answers(), []
+    for _ in range(2):
+        for number in range(3):
+            answers.answer("a", number, lambda number=number: asked.append(number) or [torch.zeros(4)])
+    assert asked == [0, 1, 2, 2], "two fit"
+
+
+def test_one_that_cannot_be_asked_for_is_asked_for_again():
+    answers = Answers()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            answers.answer("a", 0, lambda: [1 / 0])
+    assert answers.answer("a", 0, lambda: ["found"]) == ["found"]

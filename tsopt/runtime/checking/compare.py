@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -234,6 +235,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """The real and imaginary parts of complex numbers; others as they are."""
     return torch.view_as_real(_plain(tensor)) if tensor.is_complex() else tensor
+
+
+def are_equal(values: Sequence[Any], references: Sequence[Any]) -> bool:
+    """Whether these are as many tensors, and none differs from its reference by more than rounding."""
+    return len(values) == len(references) and all(
+        isinstance(value, torch.Tensor) and compare(value, reference).ok
+        for value, reference in zip(values, references, strict=True)
+    )
 
 
 def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

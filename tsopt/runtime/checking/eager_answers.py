@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import RandomState
 from tsopt.errors import AccuracyError
-from tsopt.runtime.checking.compare import NOISE, bit_equal, compare, size_of
+from tsopt.runtime.checking.compare import NOISE, are_equal, bit_equal, compare, size_of
 from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, values_behind
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
@@ -40,7 +41,7 @@ from tsopt.runtime.checking.inputs import (
 )
 from tsopt.runtime.checking.made_up import why_near, why_near_in_call
 from tsopt.runtime.checking.masks import FALSE_ROWS, TRUE_ROWS
-from tsopt.runtime.checking.neighbours import neighbours
+from tsopt.runtime.checking.neighbours import Answers, neighbours
 from tsopt.runtime.checking.reference64 import Reference64, called_in_float64
 from tsopt.runtime.checking.seeded import Seeded
 from tsopt.runtime.checking.time_limits import at_most
@@ -95,7 +96,7 @@ class EagerAnswers:
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}  # by the kind of the input set
-        self._moved: tuple[Any, list[Sequence[torch.Tensor]]] = None, []  # which inputs were moved last; the answers
+        self._near = Answers()
         self._patience = PATIENCE
         self._by_column: dict[str, InputSet | None] = {}
         self.state = list(program.state.values()) if program is not None else list(state)
@@ -164,8 +165,8 @@ class EagerAnswers:
             fresh = next((item for item in self.expected for inputs, _ in made if item.inputs is inputs), None)
             if (
                 fresh is not None
-                and _agree(made[0][1], fresh.leaves)
-                and _agree(expected.again[-1][1], expected.leaves)
+                and are_equal(made[0][1], fresh.leaves)
+                and are_equal(expected.again[-1][1], expected.leaves)
             ):
                 again = tuple(item for item in expected.again if item[0] is expected.inputs)
                 self.expected[position] = replace(expected, again=again)
@@ -329,12 +330,17 @@ class EagerAnswers:
         Args:
             step: of the rounding, relative to the element; 0: that of its dtype.
         """
-        program, (leaves, _) = self.program, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+        program, kind = self.program, expected.inputs.kind
+        leaves, _ = flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
         if program is None:
             return
-        for near in neighbours(leaves, self.seed, step):
-            with self.frozen(None, self.state, expected.inputs.kind):
-                (value,) = Values.on(program, laid_out(program, near)).compute([self._outputs()[position]])
+
+        def ask(near: list[torch.Tensor]) -> list[Any]:
+            with self.frozen(None, self.state, kind):
+                return Values.on(program, laid_out(program, near)).compute(self._outputs())
+
+        for number, near in enumerate(neighbours(leaves, self.seed, step)):
+            value = self._near.answer((kind, step), number, partial(ask, near))[position]
             if not isinstance(value, torch.Tensor):  # a check in the model tells even these apart
                 return
             yield value
@@ -347,19 +353,19 @@ class EagerAnswers:
         # The model may compute, and so round, in a finer dtype than that of its inputs.
         floats = [leaf for leaf in (*leaves[0], expected.leaves[position]) if leaf.is_floating_point()]
         step = min((torch.finfo(leaf.dtype).eps for leaf in floats), default=0.0)
-        if self._moved[0] != (kind, step):
-            self._moved = (kind, step), []
+
+        def ask(near: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            with self.frozen(self._model, self.state, kind), at_most(self._patience):
+                return answers(self._model, InputSet(kind, Example(*unflatten(leaves[1], near))))
+
         for number, near in enumerate(itertools.islice(neighbours(leaves[0], self.seed, step), NOISE)):
-            if number == len(self._moved[1]):
-                asked = InputSet(kind, Example(*unflatten(leaves[1], near)))
-                try:
-                    with self.frozen(self._model, self.state, kind), at_most(self._patience):
-                        self._moved[1].append(answers(self._model, asked))
-                except Exception as error:  # the model's own refusal of an input that we made up
-                    log.debug("%s, off by one rounding: eager raises %s", kind, type(error).__name__)
-                    return
-            if len(self._moved[1][number]) == len(expected.leaves):
-                yield self._moved[1][number][position]
+            try:
+                found = self._near.answer((kind, step), number, partial(ask, near))
+            except Exception as error:  # the model's own refusal of an input that we made up
+                log.debug("%s, off by one rounding: eager raises %s", kind, type(error).__name__)
+                return
+            if len(found) == len(expected.leaves):
+                yield found[position]
 
     def _wide_values(self, expected: Expected) -> dict[fx.Node, Any] | None:
         if self.program is None:
@@ -372,7 +378,7 @@ class EagerAnswers:
             with self.frozen(None, self.state, kind), at_most(self._patience):
                 wide = Reference64(self.program).run(leaves)
             # Float64 of a program that does not compute what the model does decides nothing.
-            is_of_the_model = _are_equal(found, expected.leaves) or (
+            is_of_the_model = are_equal(found, expected.leaves) or (
                 wide is not None and self._is_equal_in_float64(expected, wide)
             )
             self._wide[kind] = wide if is_of_the_model else None
@@ -385,15 +391,4 @@ class EagerAnswers:
         """
         with self.frozen(self._model, self.state, expected.inputs.kind), at_most(self._patience):
             found = called_in_float64(self._model, expected.inputs.clone())
-        return found is not None and _are_equal(found, [wide[node] for node in self._outputs()])
-
-
-def _are_equal(values: Sequence[Any], references: Sequence[Any]) -> bool:
-    return len(values) == len(references) and all(
-        isinstance(value, torch.Tensor) and compare(value, reference).ok
-        for value, reference in zip(values, references, strict=True)
-    )
-
-
-def _agree(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return len(values) == len(others) and all(compare(a, b).ok for a, b in zip(values, others, strict=True))
+        return found is not None and are_equal(found, [wide[node] for node in self._outputs()])
