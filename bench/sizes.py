@@ -113,7 +113,8 @@ def line(name: str, row: dict[str, Any]) -> str:
         calls = f"{row['new_signatures']} of {CALLS} calls needed a new capture"
         cells = (f"{row['seconds']:.1f}", row["sizes"], calls, f"{row['difference']:.1e}")
         return f"| {' | '.join(cells)} |"
-    eager, hybrid = (np.array(row["seconds_of_blocks"][key]) for key in ("eager", "hybrid"))
+    # In pairs of blocks, in which each comes first once: whoever is first on fresh inputs takes 1.15 times as long.
+    eager, hybrid = (np.array(row["seconds_of_blocks"][key]).reshape(-1, 2).sum(1) for key in ("eager", "hybrid"))
     later = slice(len(eager) // 2, None)
     ratios = eager[later] / hybrid[later]
     low, middle, high = np.percentile(ratios, (2.5, 50, 97.5))
@@ -151,7 +152,8 @@ def page(env: Environment, rows: Rows) -> list[str]:
         *(line(name, row) for name, row in many.items()),
         "",
         f"- s: of all calls, compiling included; blocks of {BLOCK} calls take turns with the same calls of the model",
-        "- second half: median over blocks, 2.5 and 97.5 percentiles",
+        "- second half: median over pairs of blocks, in which each comes first once; 2.5 and 97.5 percentiles",
+        f"- {IN_EAGER}: what the network takes by itself, in both columns",
         "- MB: the largest that the process has been, half-way and at the end",
     ]
 

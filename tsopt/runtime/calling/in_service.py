@@ -17,7 +17,7 @@ from tsopt.runtime.calling.audit import Audits
 from tsopt.runtime.calling.own_work import LONG
 
 UNTIMED, TIMED = 2, 14  # calls of a turn: those that still find the other form's threads awake, and those that count
-FEWEST, LATEST = 6, 16  # rounds: for a decision, and at most
+FEWEST, LATEST = 6, 10  # rounds: for a decision, and at most
 NOTABLY = 1.03  # times as long as eager: a form that takes less is not given up
 SURE = 3.0  # standard errors that the mean of the rounds is above that
 LEAST = 0.05  # of the time of a round: what it costs, where eager costs nothing
