@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import protected
 from tsopt.compiler.turns import Turn
 from tsopt.hybrid_counts import Counts
-from tsopt.runtime.calling.audit import NEVER, Audits
+from tsopt.runtime.calling.audit import NEVER, Audits, may_draw
 from tsopt.runtime.calling.eager_calls import EagerCalls
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.in_service import InService
@@ -37,7 +38,7 @@ class Choice(Counts):
         super().__init__(model)
         self.options = options
         self._audits = Audits(0)
-        self._service = InService(self._audits, 1.0)
+        self._service = InService(self._audits, lambda: math.inf)
         self._watch: Watch | InBackground | None = None
         self._own = EagerCalls(model, follows_threads=options.get("threads") is None)
         self._reason = self._own.reason  # asked on every call
@@ -59,7 +60,7 @@ class Choice(Counts):
     def _is_compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is one of those that each form serves in its turn, to compare them."""
         if self._service.audits is not self._audits:
-            self._service = InService(self._audits, _gain(fast))
+            self._service = InService(self._audits, lambda: _gain(fast))
         service = self._service
         if not service.is_on and not service.begins:
             return False
@@ -71,19 +72,20 @@ class Choice(Counts):
         return True
 
     def _compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
-        """Such a call."""
+        """Serves a call of a round, and lets eager serve the next ones if the round has settled that."""
         service, audits, size = self._service, self._audits, size_of(args, kwargs)
-        is_eagers, audits.left = service.is_eagers_turn, NEVER  # the model may call itself
-        if is_eagers:
-            self._in_eager[COMPARED] += 1
+        is_eagers = service.is_eagers_turn
         try:
+            audits.left = NEVER  # the model may call itself
+            if is_eagers:
+                self._in_eager[COMPARED] += 1
             result = service.time(lambda: (eager if is_eagers else fast)(*args, **kwargs), size)
         finally:
             audits.resume()
             audits.left = 0  # the next call is looked at
         if is_eagers:
+            self._may_compare &= not self._changed()  # else each round would have something compiled again
             self._after_eager(args, kwargs)
-            self._may_compare = not self._changed()  # else each round would have it compiled again
         if not service.is_on and service.loss:
             with self._turn.taken(at_once=True) as mine:
                 if mine and self.fast is fast:
@@ -120,7 +122,7 @@ class Choice(Counts):
         """If there is a reason, lets the model itself serve the calls, with next to no work around them.
 
         Args:
-            size: of the inputs that it holds for.
+            size: the number of elements of the inputs that it is known for.
         """
         if not reason or not self._may_step_back:
             return False
@@ -143,12 +145,12 @@ class Choice(Counts):
 
 
 def _gain(fast: Any) -> float:
-    """How many times as fast as eager a compiled form was in its race; the least of several."""
+    """How many times as fast as eager a compiled form was in its race; the most of several, which limits the cost."""
     reports = fast.reports if isinstance(fast, InBackground) else [fast.report]
-    return min((report.winning.gain for report in reports), default=1.0)
+    return max((report.winning.gain for report in reports), default=math.inf)
 
 
 def _is_comparable(executable: Executable) -> bool:
     """Whether its calls may be served by the model itself in between, and end when they return."""
-    is_exact = executable.tolerance is None and executable.precision not in LIMITS
+    is_exact = executable.tolerance is None and executable.precision not in LIMITS and not may_draw(executable)
     return is_exact and all(item.type.device == "cpu" for item in executable.signature.inputs)

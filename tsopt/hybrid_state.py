@@ -143,7 +143,8 @@ class Compiled(Choice):
         """Gives the compiled form up for as long as the model is in another state; one for this state is used again."""
         fast, watch, aside, known = self.fast, self._watch, self._aside, self._aside.take()
         if isinstance(fast, Optimized | Partitioned) and isinstance(watch, Watch):
-            aside.put(Form(fast, watch, self._audits, self._own.settings))
+            self._service.stop()
+            aside.put(Form(fast, watch, self._audits, self._service, self._own.settings))
         self._drop(KEEPS_CHANGING)
         self._aside = aside
         self._take_back(known, args, kwargs)
@@ -169,7 +170,7 @@ class Compiled(Choice):
         self._changes[KEEPS_CHANGING] -= 1
         self._own.renew(form.settings)
         self._pauses, self._back = Pauses(), form
-        self._audits, self._watch, self.fast = form.audits, form.watch, form.fast
+        self._audits, self._service, self._watch, self.fast = form.audits, form.service, form.watch, form.fast
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]

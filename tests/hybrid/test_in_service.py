@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import tsopt
 from tests.hybrid.models import QUICK, Net, X, close
 from tsopt import hybrid_choice
 from tsopt.originals import compiled_of
-from tsopt.runtime.calling.in_service import TIMED, UNTIMED, InService
+from tsopt.runtime.calling.in_service import TURN, InService
 from tsopt.runtime.calling.served import COMPARED
 
-TURN, ROUNDS = UNTIMED + TIMED, 3
+ROUNDS = 3
 CALLS = 101 + 2 * TURN * (ROUNDS + 1)  # the first look at what calls take is at one of the calls 51 to 100
 SLOWER = "eager is faster in service"
 
 
 @pytest.fixture
-def compares(monkeypatch, always_faster):
+def compares(monkeypatch, always_faster, single_threaded):
     """Rounds begin whenever they may, and after some of them eager has turned out to be faster."""
     monkeypatch.setattr(hybrid_choice, "loss", lambda *_: "")
     monkeypatch.setattr(InService, "begins", True)
-    monkeypatch.setattr(InService, "loss", property(lambda self: SLOWER if self._count >= ROUNDS else ""))
+    monkeypatch.setattr(InService, "loss", property(lambda self: SLOWER if len(self._ratios) >= ROUNDS else ""))
 
 
 @pytest.fixture
@@ -78,14 +79,38 @@ def test_a_form_that_is_as_fast_stays(calls):
 
 
 @pytest.mark.usefixtures("compared")
-def test_a_call_that_raises_raises_as_it_would_without_a_round():
-    net = tsopt.hybridize(Net().eval(), on_new_signature="eager", **QUICK)
-    serve(net, calls=101)
-    with torch.no_grad():
-        for _ in range(TURN):
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-                net(X[:, :3])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_call_that_raises_ends_its_round_and_others_follow(turn):
+    net = tsopt.hybridize(nn.Embedding(4, 3).eval(), **QUICK)
+    right, wrong = torch.tensor([0, 3]), torch.tensor([4])
+    serve(net, right, calls=101)
+    service = compiled_of(net)._service
+    while not (service.is_on and service._call // TURN == turn):
+        serve(net, right, calls=1)
+    with torch.no_grad(), pytest.raises(IndexError):
+        net(torch.cat([wrong, wrong]))
+    assert not service.is_on
+    before = tsopt.report(net)
+    serve(net, right)
+    after = tsopt.report(net)
+    assert after.calls == before.calls + CALLS
+    assert after.in_eager[COMPARED] >= before.in_eager.get(COMPARED, 0) + TURN
+
+
+@pytest.mark.usefixtures("compared")
+def test_rounds_go_on_where_a_model_comes_back_to_an_earlier_state(calls):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net.scale = 2.0
     serve(net)
+    service = compiled_of(net)._service
+    net.scale = 3.0
+    serve(net)
+    assert compiled_of(net)._service is not service
+    net.scale = 2.0
+    serve(net, calls=1)
+    assert len(calls) == 2
+    assert compiled_of(net)._service is service
+    assert not service.is_on
 
 
 @pytest.mark.usefixtures("compared")
@@ -103,10 +128,12 @@ def test_a_model_that_its_own_calls_change_is_not_compared_any_more(monkeypatch)
 
 
 @pytest.mark.usefixtures("compares")
-@pytest.mark.parametrize("kind", ["another_thread", "policy", "audits are off", "int8"])
-def test_nothing_is_compared_where_it_must_not_be(kind, request, monkeypatch):
-    if kind == "another_thread":
-        request.getfixturevalue(kind)
+@pytest.mark.parametrize("kind", ["another thread", "policy", "audits are off", "int8", "random numbers"])
+def test_nothing_is_compared_where_it_must_not_be(kind, monkeypatch):
+    if kind == "another thread":
+        monkeypatch.setattr(hybrid_choice, "others_run", lambda: True)
+    if kind == "random numbers":
+        monkeypatch.setattr(hybrid_choice, "may_draw", lambda executable: True)
     if kind == "int8":
         monkeypatch.setattr(hybrid_choice, "LIMITS", {"fp32": 0.1})
     options = {"policy": {"on_new_signature": "error"}, "audits are off": {"audit": 0}}.get(kind, {})

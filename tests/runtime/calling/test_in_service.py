@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tsopt.runtime.calling import in_service, own_work
 from tsopt.runtime.calling.audit import Audits
-from tsopt.runtime.calling.in_service import FEWEST, LATEST, TIMED, UNTIMED, InService
+from tsopt.runtime.calling.in_service import FEWEST, LEAST, MOST, TURN, UNTIMED, InService
 
-ROUND = 2 * (UNTIMED + TIMED)
+ROUND = 2 * TURN
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +24,7 @@ class Process:
     def __init__(self, *, share=0.01, took=1.0, served=0.0, gain=2.0):
         self.now, self.audits, self.eager_served = 0.0, Audits(share), []
         self.audits.took, self.audits.served = took, served
-        self.service = InService(self.audits, gain, clock=lambda: self.now)
+        self.service = InService(self.audits, lambda: gain, clock=lambda: self.now)
 
     def call(self, seconds):
         self.now += seconds
@@ -54,7 +56,7 @@ def after(ours, eager, **options):
         ([1.0] * (FEWEST - 1) + [9.0], [1.0] * FEWEST, False),  # one that had to wait for a core
         ([1.2, 0.9] * FEWEST, [1.0] * 2 * FEWEST, False),  # not certain
         ([1.2, 1.3] * FEWEST, [1.0] * 2 * FEWEST, True),
-        ([9.0] * LATEST + [0.9] * LATEST, [1.0] * 2 * LATEST, False),  # long ago
+        ([9.0] * MOST + [0.9] * FEWEST, [1.0] * (MOST + FEWEST), False),  # long ago
     ],
 )
 def test_eager_is_the_faster_one_only_where_that_is_certain(ours, eager, is_slower):
@@ -66,44 +68,55 @@ def test_the_reason_says_by_how_much():
     assert said == "in service, calls take 1.20 times as long compiled as in eager mode (6 comparisons)"
 
 
-def test_sizes_that_change_from_call_to_call_decide_nothing():
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_what_counts_is_the_time_for_each_element(factor):
     process = Process()
     for _ in range(FEWEST):
-        process.round(1.0, 1.0, sizes=(1, 50, 7, 300, 20))
-    assert not process.service.loss
-    assert process.service.largest == 300
+        process.round(factor, 1.0, sizes=(*range(1, TURN + 1), *range(TURN, 10 * TURN + 1)))  # one turn has larger ones
+    assert process.service._ratios == pytest.approx([factor] * FEWEST)
+    assert bool(process.service.loss) == (factor > 1)
+    assert process.service.largest == 2 * TURN - 1
 
 
 def test_turns_are_as_long_and_begin_with_the_other_form_in_the_next_round():
     process = Process()
     for _ in range(2):
         process.round(1.0, 1.0)
-    half = ROUND // 2
-    assert process.eager_served == [False] * half + [True] * half + [True] * half + [False] * half
+    assert process.eager_served == [False] * TURN + [True] * 2 * TURN + [False] * TURN
 
 
 def test_the_first_calls_of_a_turn_do_not_count():
     process = Process()
     for _ in range(FEWEST):
         for number in range(ROUND):
-            slow = 5.0 if number % (ROUND // 2) < UNTIMED and not process.service.is_eagers_turn else 1.0
+            slow = 5.0 if number % TURN < UNTIMED and not process.service.is_eagers_turn else 1.0
             process.service.time(lambda slow=slow: process.call(slow), 1)
     assert not process.service.loss
 
 
 def test_a_call_that_raises_ends_the_round_without_a_result():
-    process = Process()
+    process = Process(served=1e9)
     process.service.time(lambda: process.call(1.0), 1)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            process.service.time(lambda: 1 / 0, 1)
-        assert not process.service.is_on
+    with pytest.raises(ZeroDivisionError):
+        process.service.time(lambda: 1 / 0, 1)
+    assert not process.service.is_on
     process.round(1.0, 1.0)
-    process.service.time(lambda: process.call(1.0), 1)
+    assert process.eager_served == [True] * TURN + [False] * TURN, "the other one begins"
+    assert process.service._ratios == [1.0]
+
+
+def test_a_round_that_is_broken_off_is_paid_for():
+    process = Process(served=1e9)
+    for _ in range(TURN + 10):
+        process.service.time(lambda: process.call(1.0), 1)
     process.service.stop()
-    process.round(1.0, 1.0)
-    half = ROUND // 2
-    assert process.eager_served == [False] * half + [True] * half + [True] * half + [False] * half
+    assert not process.service.is_on
+    process.audits.served += 0.49 * (10 - UNTIMED) / 0.01
+    assert not process.service.begins
+    process.audits.served += 0.02 * (10 - UNTIMED) / 0.01
+    assert process.service.begins
+    process.service.stop()
+    assert process.service.begins, "there was none"
 
 
 @pytest.mark.parametrize("took", [0.0, 0.9e-3])
@@ -112,22 +125,29 @@ def test_short_calls_are_not_compared(took):
     assert not Process(served=1e9, took=took).service.begins
 
 
+def test_there_are_none_without_audits_or_before_anything_is_compiled():
+    assert not Process(served=1e9, share=0.0).service.begins
+    assert not Process(served=1e9, gain=math.inf).service.begins
+
+
 @pytest.mark.parametrize("gain", [1.25, 3.0])
 def test_rounds_cost_no_larger_share_of_the_time_than_audits(gain):
     process, lost = Process(gain=gain), 0.0
-    for _ in range(100_000):
+    for _ in range(200_000):
         process.audits.served += 1.0
         if process.service.begins:
             process.round(1.0, gain)
-            lost += ROUND / 2 * (gain - 1)
-            assert lost <= 0.01 * process.audits.served
+            lost += TURN * (gain - 1)
+            assert lost <= 0.0101 * process.audits.served
     assert lost > 0.009 * process.audits.served
 
 
-def test_where_eager_costs_nothing_rounds_leave_calls_in_between():
-    process, rounds = Process(gain=1.0), 0
-    process.round(1.0, 0.9)
-    for _ in range(1000):
+def test_where_eager_costs_nothing_there_is_time_between_rounds_all_the_same():
+    process, rounds, calls = Process(gain=1.0), 0, 10_000
+    process.audits.served = 1e6  # nothing is saved up
+    for _ in range(calls):
         process.audits.served += 1.0
-        rounds += process.service.begins
-    assert rounds == pytest.approx(1000 - in_service.LEAST * TIMED * 1.9 / 0.01, abs=1)
+        if process.service.begins:
+            process.round(1.0, 0.9)
+            rounds += 1
+    assert rounds == pytest.approx(calls / (LEAST * (TURN - UNTIMED) * 1.9 / 0.01), abs=1)

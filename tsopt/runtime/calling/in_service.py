@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from statistics import fmean, stdev
 from typing import Any
@@ -16,11 +15,12 @@ from typing import Any
 from tsopt.runtime.calling.audit import Audits
 from tsopt.runtime.calling.own_work import LONG
 
-UNTIMED, TIMED = 2, 14  # calls of a turn: those that still find the other form's threads awake, and those that count
-FEWEST, LATEST = 6, 10  # rounds: for a decision, and at most
+UNTIMED, TIMED = 2, 30  # calls of a turn: those that still find the other form's threads awake, and those that count
+TURN = UNTIMED + TIMED
+FEWEST, MOST = 6, 12  # rounds: for a decision; after so many without one, none of them counts any more
 NOTABLY = 1.03  # times as long as eager: a form that takes less is not given up
-SURE = 3.0  # standard errors that the mean of the rounds is above that
-LEAST = 0.05  # of the time of a round: what it costs, where eager costs nothing
+SURE = 3.5  # standard errors that the mean of the rounds is above that
+LEAST = 0.02  # of the time of a round: what it counts as where eager costs nothing
 
 
 class InService:
@@ -29,9 +29,9 @@ class InService:
     What a call takes is divided by the number of elements of its inputs: sizes may change from call to call.
 
     Args:
-        audits: of the same form. They say how long the calls that were served took. The time that rounds cost, because
-            the model itself is slower, may be as large a share of it as that of audits.
-        gain: how many times as fast as eager the race has found it to be.
+        audits: of the same form; they say how long the calls took that were served. What a round costs, because eager
+            is slower, is at most the same share of the time until the next one as that of audits.
+        gain: says how many times as fast as eager the form was in its race.
         clock: seconds.
 
     Attributes:
@@ -39,25 +39,29 @@ class InService:
         largest: the most elements that the inputs of a call had.
     """
 
-    def __init__(self, audits: Audits, gain: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, audits: Audits, gain: Callable[[], float], *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.audits, self._gain, self._clock = audits, gain, clock
         self.is_on, self.largest, self._count, self._call = False, 0, 0, 0
-        self._ratios = deque[float](maxlen=LATEST)  # times as long as eager, in each round
-        self._spent, self._expected = 0.0, 0.0
+        self._ratios: list[float] = []  # times as long as eager, in each round
+        self._next = math.nan  # seconds served, at which another round may begin
         self._seconds, self._elements = [0.0, 0.0], [0, 0]  # compiled, and in eager mode
 
     @property
     def begins(self) -> bool:
-        """Whether a round may begin. Short calls are not compared: what times them would matter."""
+        """Whether a round may begin. It does not after a short call: to time such calls would take too long."""
         audits = self.audits
-        expected = self._expected if self._ratios else (UNTIMED + TIMED) * (self._gain - 1) * audits.took
-        return audits.took >= LONG and self._spent + expected <= audits.share * audits.served
+        if not audits.share or audits.took < LONG:
+            return False
+        if math.isnan(self._next):
+            return audits.served >= TURN * (self._gain() - 1) * audits.took / audits.share
+        return audits.served >= self._next
 
     @property
     def is_eagers_turn(self) -> bool:
         """Whether the model itself serves the next call of a round."""
-        call = self._call if self.is_on else 0
-        return (call // (UNTIMED + TIMED) + self._count) % 2 == 1
+        return ((self._call if self.is_on else 0) // TURN + self._count) % 2 == 1
 
     def time(self, call: Callable[[], Any], size: int) -> Any:
         """Makes a call of a round, and begins or ends the round with it. One that raises ends it without a result.
@@ -67,29 +71,42 @@ class InService:
         """
         if not self.is_on:
             self.is_on, self._call, self._seconds, self._elements = True, 0, [0.0, 0.0], [0, 0]
-        turn, counts = int(self.is_eagers_turn), self._call % (UNTIMED + TIMED) >= UNTIMED
+        turn, counts = int(self.is_eagers_turn), self._call % TURN >= UNTIMED
         self.largest = max(self.largest, size)
-        self.is_on, start = False, self._clock()
-        result = call()
-        took, self.is_on = self._clock() - start, True
+        start = self._clock()
+        try:
+            result = call()
+        except BaseException:
+            self.stop()
+            raise
         if counts:
-            self._seconds[turn] += took
+            self._seconds[turn] += self._clock() - start
             self._elements[turn] += max(size, 1)
         self._call += 1
-        if self._call == 2 * (UNTIMED + TIMED):
+        if self._call == 2 * TURN:
             self._end()
         return result
 
     def stop(self) -> None:
-        """Ends a round without a result."""
-        self.is_on = False
+        """Ends a round, if there is one, without a result."""
+        if self.is_on:
+            self._postpone(0.5 * self._seconds[1])
 
     def _end(self) -> None:
         ours, eager = (max(t, 1e-9) / n for t, n in zip(self._seconds, self._elements, strict=True))
+        if len(self._ratios) == MOST:
+            self._ratios = []
         self._ratios.append(ours / eager)
-        lost = (1 - min(ours / eager, 1.0)) * self._seconds[1] * (UNTIMED + TIMED) / TIMED
-        self._spent, self._expected = self._spent + lost, max(lost, LEAST * sum(self._seconds))
+        self._postpone((1 - min(ours / eager, 1.0)) * self._seconds[1] * TURN / TIMED)
+
+    def _postpone(self, lost: float) -> None:
+        """Until the next round, as much time is served as pays for this one.
+
+        Args:
+            lost: seconds that the round took longer because of eager.
+        """
         self.is_on, self._count = False, self._count + 1
+        self._next = self.audits.served + max(lost, LEAST * sum(self._seconds)) / (self.audits.share or 1.0)
 
     @property
     def loss(self) -> str:

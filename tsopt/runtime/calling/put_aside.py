@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tsopt.runtime.calling.audit import Audits
+from tsopt.runtime.calling.in_service import InService
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
@@ -24,6 +25,7 @@ class Form:
     fast: Optimized | Partitioned
     watch: Watch
     audits: Audits
+    service: InService
     settings: Settings
 
     def audited(self, audit: Callable[[], str | None]) -> str | None:
