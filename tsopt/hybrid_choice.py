@@ -38,7 +38,7 @@ class Choice(Counts):
         super().__init__(model)
         self.options = options
         self._audits = Audits(0)
-        self._service = InService(self._audits, lambda: math.inf)
+        self._service = InService(self._audits)
         self._watch: Watch | InBackground | None = None
         self._own = EagerCalls(model, follows_threads=options.get("threads") is None)
         self._reason = self._own.reason  # asked on every call
@@ -60,9 +60,9 @@ class Choice(Counts):
     def _is_compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is one of those that each form serves in its turn, to compare them."""
         if self._service.audits is not self._audits:
-            self._service = InService(self._audits, lambda: _gain(fast))
+            self._service = InService(self._audits)
         service = self._service
-        if not service.is_on and not service.begins:
+        if not service.is_on and not service.begins(lambda: _gain(fast)):
             return False
         may = self._may_compare and self._may_step_back and not isinstance(fast, Partitioned) and not others_run()
         executable = fast.serving(args, kwargs) if may and iterator_in(args, kwargs) is None else None

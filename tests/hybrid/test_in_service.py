@@ -22,7 +22,7 @@ SLOWER = "eager is faster in service"
 def compares(monkeypatch, always_faster, single_threaded):
     """Rounds begin whenever they may, and after some of them eager has turned out to be faster."""
     monkeypatch.setattr(hybrid_choice, "loss", lambda *_: "")
-    monkeypatch.setattr(InService, "begins", True)
+    monkeypatch.setattr(InService, "begins", lambda self, gain: True)
     monkeypatch.setattr(InService, "loss", property(lambda self: SLOWER if len(self._ratios) >= ROUNDS else ""))
 
 

@@ -31,7 +31,6 @@ class InService:
     Args:
         audits: of the same form; they say how long the calls took that were served. What a round costs, because eager
             is slower, is at most the same share of the time until the next one as that of audits.
-        gain: says how many times as fast as eager the form was in its race.
         clock: seconds.
 
     Attributes:
@@ -39,23 +38,24 @@ class InService:
         largest: the most elements that the inputs of a call had.
     """
 
-    def __init__(
-        self, audits: Audits, gain: Callable[[], float], *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.audits, self._gain, self._clock = audits, gain, clock
+    def __init__(self, audits: Audits, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.audits, self._clock = audits, clock
         self.is_on, self.largest, self._count, self._call = False, 0, 0, 0
         self._ratios: list[float] = []  # times as long as eager, in each round
         self._next = math.nan  # seconds served, at which another round may begin
         self._seconds, self._elements = [0.0, 0.0], [0, 0]  # compiled, and in eager mode
 
-    @property
-    def begins(self) -> bool:
-        """Whether a round may begin. It does not after a short call: to time such calls would take too long."""
+    def begins(self, gain: Callable[[], float]) -> bool:
+        """Whether a round may begin. It does not after a short call: to time such calls would take too long.
+
+        Args:
+            gain: says how many times as fast as eager the form was in its race; the first round costs about that.
+        """
         audits = self.audits
         if not audits.share or audits.took < LONG:
             return False
         if math.isnan(self._next):
-            return audits.served >= TURN * (self._gain() - 1) * audits.took / audits.share
+            return audits.served >= TURN * (gain() - 1) * audits.took / audits.share
         return audits.served >= self._next
 
     @property
