@@ -19,7 +19,7 @@ from tsopt.runtime.calling.eager_calls import EagerCalls
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.in_service import InService
 from tsopt.runtime.calling.model_changes import Watch
-from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
+from tsopt.runtime.calling.own_work import loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.put_aside import PutAside
 from tsopt.runtime.calling.served import COMPARED
@@ -31,7 +31,7 @@ from tsopt.runtime.racing.rehearsal import StandIn
 class Choice(Counts):
     """Lets the model itself serve the calls where it is faster, as measured when it is compiled, and in service.
 
-    A base class, because it is asked in calls.
+    A base class of what compiles the model: both ask for the same form, and for its audits, in each call.
     """
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -45,17 +45,9 @@ class Choice(Counts):
         self._turn, self._aside, self._size = Turn(), PutAside(), 0
         self._may_compare = True  # whether calls of the model itself change nothing of it
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
-        raise NotImplementedError
-
-    def _drop(self, change: str = "") -> None:
-        raise NotImplementedError
-
-    def _after_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
-
     def _changed(self) -> bool:
-        raise NotImplementedError
+        watch = self._watch  # read once: another thread may drop it
+        return watch is not None and watch.changed()
 
     def _is_compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is one of those that each form serves in its turn, to compare them."""
@@ -79,13 +71,12 @@ class Choice(Counts):
             audits.left = NEVER  # the model may call itself
             if is_eagers:
                 self._in_eager[COMPARED] += 1
-            result = service.time(lambda: (eager if is_eagers else fast)(*args, **kwargs), size)
+            result = service.serve(lambda: (eager if is_eagers else fast)(*args, **kwargs), size)
         finally:
             audits.resume()
             audits.left = 0  # the next call is looked at
         if is_eagers:
             self._may_compare &= not self._changed()  # else each round would have something compiled again
-            self._after_eager(args, kwargs)
         if not service.is_on and service.loss:
             with self._turn.taken(at_once=True) as mine:
                 if mine and self.fast is fast:
@@ -93,25 +84,6 @@ class Choice(Counts):
                     self._steps_back(service.loss, service.largest)
                     self._say(self._stepped_back)
         return result
-
-    def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
-        """A call that the model itself serves, unless its inputs are so much larger that another race may pay."""
-        if self._races_again(args, kwargs):
-            self._calls -= 1  # it comes to `__call__` once more
-            return self(args, kwargs, eager)
-        self._unseen, self._paused_for = UNSEEN, ""
-        return eager(*args, **kwargs)
-
-    def _races_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether inputs are so much larger than those of the last race that there will be another one."""
-        if size_of(args, kwargs) < LARGER * self._size:
-            return False
-        with self._turn.taken() as mine:
-            if mine and self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other was faster
-                self._calls -= 1  # this one is not among those that have been served
-                self._drop()
-                self._calls += 1
-        return mine
 
     @property
     def _may_step_back(self) -> bool:

@@ -28,7 +28,7 @@ from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.holdings import Holdings
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.calling.own_work import size_of
+from tsopt.runtime.calling.own_work import LARGER, UNSEEN, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.put_aside import Form, PutAside
 from tsopt.runtime.calling.refused import Pauses, Refused
@@ -100,12 +100,33 @@ class Compiled(Choice):
             return self(args, kwargs, eager)
         if self._is_compared(fast, args, kwargs):
             self._calls += 1
-            return self._compared(fast, args, kwargs, eager)
+            result = self._compared(fast, args, kwargs, eager)
+            self._after_eager(args, kwargs)
+            return result
         with self._audits.turn() as audited:
             found = self._audit(fast, args, kwargs) if audited else ""
         if found:
             self._differs(found)
         return self._audits.timed(lambda: self(args, kwargs, eager))
+
+    def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        """A call that the model itself serves, unless its inputs are so much larger that another race may pay."""
+        if self._races_again(args, kwargs):
+            self._calls -= 1  # it comes to `__call__` once more
+            return self(args, kwargs, eager)
+        self._unseen, self._paused_for = UNSEEN, ""
+        return eager(*args, **kwargs)
+
+    def _races_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether inputs are so much larger than those of the last race that there will be another one."""
+        if size_of(args, kwargs) < LARGER * self._size:
+            return False
+        with self._turn.taken() as mine:
+            if mine and self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other was faster
+                self._calls -= 1  # this one is not among those that have been served
+                self._drop()
+                self._calls += 1
+        return mine
 
     def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if isinstance(fast, Partitioned):
@@ -337,13 +358,9 @@ class Compiled(Choice):
             reason = self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any
         # Where a policy keeps it from stepping back, what was made serves although it is slower.
-        size = size_of(example.args, example.kwargs)
-        serves = alone and not self._steps_back(reason, size) and made is not None
+        steps_back = alone and self._steps_back(reason, size_of(example.args, example.kwargs))
+        serves = alone and not steps_back and made is not None
         return "" if serves else reason, False
-
-    def _changed(self) -> bool:
-        watch = self._watch  # read once: another thread may drop it
-        return watch is not None and watch.changed()
 
     def _doubt(self) -> None:
         """Before a call of the model itself: in training mode, any module may write statistics that no look notices."""

@@ -7,7 +7,7 @@ import torch
 
 import tsopt
 from tests.background.helpers import QUICK, Net, X
-from tsopt import hybrid_choice
+from tsopt import hybrid_choice, hybrid_state
 
 SEEN = []
 
@@ -39,7 +39,7 @@ def test_a_model_that_changes_what_is_outside_of_it_stays_in_eager():
 def too_short(monkeypatch):
     """Eager is always faster than compiled calls; the list has the batch sizes that were compared."""
     rows = []
-    monkeypatch.setattr(hybrid_choice, "UNSEEN", 0)
+    monkeypatch.setattr(hybrid_state, "UNSEEN", 0)
     monkeypatch.setattr(hybrid_choice, "loss", lambda model, made, call: rows.append(len(call.args[0])) or "too short")
     return rows
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import tsopt
 from tests.hybrid.models import QUICK, Net, X, close
-from tsopt import hybrid_choice
+from tsopt import hybrid_choice, hybrid_state
 from tsopt.originals import compiled_of
 from tsopt.runtime.calling.in_service import TURN, InService
 from tsopt.runtime.calling.served import COMPARED
@@ -57,7 +57,7 @@ def test_where_eager_is_faster_in_service_it_takes_over_and_says_so_once():
 @pytest.mark.usefixtures("compares")
 @pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
 def test_for_much_larger_inputs_it_is_compiled_again(monkeypatch, calls):
-    monkeypatch.setattr(hybrid_choice, "UNSEEN", 0)
+    monkeypatch.setattr(hybrid_state, "UNSEEN", 0)
     net = tsopt.hybridize(Net().eval(), **QUICK)
     serve(net)
     before = sum(tsopt.report(net).in_eager.values())
@@ -163,3 +163,18 @@ def test_calls_that_the_compiled_form_does_not_serve_are_not_compared():
     serve(net, calls=1)
     serve(net, X[:2])
     assert COMPARED not in tsopt.report(net).in_eager
+
+
+@pytest.mark.usefixtures("compared")
+def test_calls_that_a_model_makes_of_itself_belong_to_the_call(monkeypatch):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    real, served = InService.serve, []
+
+    def serves(self, call, size):  # each call comes with another one, made while it is served
+        served.append(size)
+        return real(self, lambda: (call(), net(X))[0], size)
+
+    serve(net, calls=101)
+    monkeypatch.setattr(InService, "serve", serves)
+    serve(net, calls=2 * TURN)
+    assert len(served) == 2 * TURN, "those within are in no round"

@@ -146,7 +146,7 @@ def test_where_calls_are_too_short_the_model_itself_serves_them(always_faster):
 
 
 def test_where_inputs_get_larger_it_is_compiled_for_them(always_faster, too_short, monkeypatch):
-    monkeypatch.setattr(hybrid_choice, "UNSEEN", 1)
+    monkeypatch.setattr(hybrid_state, "UNSEEN", 1)
     model = Net().eval()
     net = tsopt.hybridize(model, **QUICK)
     large = torch.cat([X[:1]] * 8)

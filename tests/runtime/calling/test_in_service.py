@@ -38,7 +38,7 @@ class Process:
             is_eagers, size = self.service.is_eagers_turn, sizes[number % len(sizes)]
             self.eager_served.append(is_eagers)
             seconds = (eager if is_eagers else ours) * size
-            assert self.service.time(lambda seconds=seconds: self.call(seconds), size) == seconds
+            assert self.service.serve(lambda seconds=seconds: self.call(seconds), size) == seconds
             assert self.service.is_on == (number < ROUND - 1)
 
 
@@ -93,15 +93,15 @@ def test_the_first_calls_of_a_turn_do_not_count():
     for _ in range(FEWEST):
         for number in range(ROUND):
             slow = 5.0 if number % TURN < UNTIMED and not process.service.is_eagers_turn else 1.0
-            process.service.time(lambda slow=slow: process.call(slow), 1)
+            process.service.serve(lambda slow=slow: process.call(slow), 1)
     assert not process.service.loss
 
 
 def test_a_call_that_raises_ends_the_round_without_a_result():
     process = Process(served=1e9)
-    process.service.time(lambda: process.call(1.0), 1)
+    process.service.serve(lambda: process.call(1.0), 1)
     with pytest.raises(ZeroDivisionError):
-        process.service.time(lambda: 1 / 0, 1)
+        process.service.serve(lambda: 1 / 0, 1)
     assert not process.service.is_on
     process.round(1.0, 1.0)
     assert process.eager_served == [True] * TURN + [False] * TURN, "the other one begins"
@@ -111,7 +111,7 @@ def test_a_call_that_raises_ends_the_round_without_a_result():
 def test_a_round_that_is_broken_off_is_paid_for():
     process = Process(served=1e9)
     for _ in range(TURN + 10):
-        process.service.time(lambda: process.call(1.0), 1)
+        process.service.serve(lambda: process.call(1.0), 1)
     process.service.stop()
     assert not process.service.is_on
     process.audits.served += 0.49 * (10 - UNTIMED) / 0.01

@@ -15,7 +15,10 @@ from typing import Any
 from tsopt.runtime.calling.audit import Audits
 from tsopt.runtime.calling.own_work import LONG
 
-UNTIMED, TIMED = 2, 30  # calls of a turn: those that still find the other form's threads awake, and those that count
+UNTIMED, TIMED = (
+    2,
+    30,
+)  # calls of a turn: the first ones, in which threads of the other form may still spin, do not count
 TURN = UNTIMED + TIMED
 FEWEST, MOST = 6, 12  # rounds: for a decision; after so many without one, none of them counts any more
 NOTABLY = 1.03  # times as long as eager: a form that takes less is not given up
@@ -29,8 +32,8 @@ class InService:
     What a call takes is divided by the number of elements of its inputs: sizes may change from call to call.
 
     Args:
-        audits: of the same form; they say how long the calls took that were served. What a round costs, because eager
-            is slower, is at most the same share of the time until the next one as that of audits.
+        audits: of the same form. They estimate the time that its calls have taken. If eager is slower, a round costs at
+            most their share of the time until the next one.
         clock: seconds.
 
     Attributes:
@@ -49,7 +52,7 @@ class InService:
         """Whether a round may begin. It does not after a short call: to time such calls would take too long.
 
         Args:
-            gain: says how many times as fast as eager the form was in its race; the first round costs about that.
+            gain: returns how many times as fast as eager the form was in its race: an estimate of what a round costs.
         """
         audits = self.audits
         if not audits.share or audits.took < LONG:
@@ -63,7 +66,7 @@ class InService:
         """Whether the model itself serves the next call of a round."""
         return ((self._call if self.is_on else 0) // TURN + self._count) % 2 == 1
 
-    def time(self, call: Callable[[], Any], size: int) -> Any:
+    def serve(self, call: Callable[[], Any], size: int) -> Any:
         """Makes a call of a round, and begins or ends the round with it. One that raises ends it without a result.
 
         Args:
@@ -100,7 +103,7 @@ class InService:
         self._postpone((1 - min(ours / eager, 1.0)) * self._seconds[1] * TURN / TIMED)
 
     def _postpone(self, lost: float) -> None:
-        """Until the next round, as much time is served as pays for this one.
+        """Waits with the next round until calls have taken enough time to pay for this one.
 
         Args:
             lost: seconds that the round took longer because of eager.

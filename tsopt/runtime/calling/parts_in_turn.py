@@ -20,7 +20,7 @@ OptimizePart = Callable[[Callable[..., Any], Example, float | None, Progress], O
 
 
 class Lease:
-    """Whoever calls the parts of a model holds it: once nobody does, they let go of what was made of them.
+    """Held by the callers of a model's parts. Once the last of them is gone, the parts release their compiled forms.
 
     Args:
         optimize: see OptimizePart.
