@@ -17,7 +17,7 @@ from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.layer_table import LayerRecord, layer_table
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.outcomes import stopped
-from tsopt.runtime.racing.speedup import Speedup, Timing
+from tsopt.runtime.racing.speedup import UNDECIDED, Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.rendering import (
     COLUMNS,
@@ -48,6 +48,7 @@ class Row:
     crashed, exited, timed out, out of memory, system error. reason says why it is not ok, or what is
     undecided about it.
     cold: its first calls; eager has none, for it was called before.
+    new_sizes: the speed-up over calls with new sizes, where those are served as well; `speedup` repeats the example's.
     key: what it is known by, `Candidate.key`; the model itself has MODEL.
     """
 
@@ -61,6 +62,7 @@ class Row:
     cold: ColdStart | None = None
     notes: tuple[str, ...] = ()
     key: str = MODEL
+    new_sizes: Speedup | None = None
 
     @property
     def verdict(self) -> str:
@@ -74,8 +76,17 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as eager; 0 where it was not timed."""
-        return self.speedup.ratio if self.speedup is not None else 0.0
+        """How many times as fast as eager, on the whole; 0 where it was not timed."""
+        repeated = self.speedup.ratio if self.speedup is not None else 0.0
+        return repeated if self.new_sizes is None else math.sqrt(repeated * self.new_sizes.ratio)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is faster than eager, by all that was timed, and nowhere slower."""
+        if self.verdict == "faster" or self.speedup is None or self.new_sizes is None:
+            return self.verdict == "faster"
+        certain = self.speedup.low * self.new_sizes.low > 1  # on the whole
+        return self.verdict in ("same", UNDECIDED) and self.new_sizes.verdict == "faster" and certain
 
     def record(self) -> dict[str, Any]:
         """The row for machines, flat: numbers as numbers, None where there is none."""
@@ -343,9 +354,9 @@ def _row_json(row: Row) -> dict[str, Any]:
             "std_percent": row.timing.std_percent,
             "rounds": len(row.timing.samples),
         }
-    if row.speedup is not None:
-        gain = row.speedup
-        out["speedup"] = {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
+    for name, gain in (("speedup", row.speedup), ("speedup_at_new_sizes", row.new_sizes)):
+        if gain is not None:
+            out[name] = {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
     if row.accuracy is not None:
         out["accuracy"] = {
             "ok": row.accuracy.ok,

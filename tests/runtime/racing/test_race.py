@@ -13,7 +13,6 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import Clock, RaceSettings
 from tsopt.runtime.racing.race import benchmark, race
-from tsopt.runtime.racing.speedup import Timing
 
 
 def test_what_decides_nothing_is_timed_for_longer_within_the_budget(run_race, monkeypatch):
@@ -144,78 +143,3 @@ def test_memory_is_given_back_after_eager_and_after_each_check(run_race, monkeyp
     checks = [number for number, step in enumerate(steps) if step == "check"]
     assert len(checks) == 2
     assert all(steps[number + 1] == "give back" for number in checks)
-
-
-@pytest.fixture
-def many_sizes(monkeypatch):
-    """A race of two engines for many sizes, ONNX Runtime the faster one, and what is said of calls with new sizes."""
-    times = {"eager": (2.0,) * 8, "ONNX Runtime": (1.0,) * 8, "TorchScript": (1.5,) * 8}
-    monkeypatch.setattr(race_module, "measure", lambda calls, *_, **__: {name: Timing(times[name]) for name in calls})
-    monkeypatch.setattr("tsopt.runtime.racing.preparation.HOPELESS", 1e9)
-    ratios = {"onnxruntime": 2.0, "torchscript": 2.0}
-    seen = []
-
-    def ratio(model, executable, pairs, wait):
-        pairs = list(pairs)
-        for mine, theirs in pairs:
-            torch.testing.assert_close(executable(*theirs.args), model(*mine.args))
-        seen.append([len(mine.args[0]) for mine, _ in pairs])
-        return ratios[executable.backend]
-
-    monkeypatch.setattr(race_module, "ratio_of_single_calls", ratio)
-
-    def optimized(*sizes):
-        model = torch.nn.Linear(4, 2).eval()
-        options = {"backends": ("onnxruntime", "torchscript"), "seconds": 0.05, "isolate": False, "cache": False}
-        return tsopt.optimize(model, [torch.randn(size, 4) for size in sizes], **options)
-
-    return optimized, ratios, seen
-
-
-def test_a_winner_for_many_sizes_is_timed_on_sizes_that_it_has_not_seen(many_sizes):
-    optimized, _, seen = many_sizes
-    assert optimized(9, 12).backend == "onnxruntime"
-    (sizes,) = seen
-    assert len(set(sizes)) == len(sizes) >= 6
-    assert 9 not in sizes
-
-
-def test_one_that_is_slower_there_does_not_win(many_sizes):
-    optimized, ratios, _ = many_sizes
-    ratios["onnxruntime"] = 0.7
-    fast = optimized(9, 12)
-    assert fast.backend == "torchscript"
-    row = fast.report.row("ONNX Runtime")
-    assert row.verdict == "slower"
-    assert row.reason == "after timing: 0.70x as fast as eager when each call has new sizes"
-    ratios["torchscript"] = 0.9
-    fast = optimized(9, 12)
-    assert fast.executable is None
-    assert fast.report.why == "no candidate is significantly faster"
-
-
-def test_sizes_that_the_model_does_not_take_together_are_left_out(many_sizes, monkeypatch):
-    _, _, seen = many_sizes
-
-    class Positions(torch.nn.Module):
-        def forward(self, x, y):
-            if x.shape[0] + y.shape[0] > 40:
-                raise ValueError("no such position")
-            return torch.cat([x, y]) * 2
-
-    options = {"backends": ("onnxruntime",), "seconds": 0.05, "isolate": False, "cache": False}
-    calls = [(torch.randn(n, 4), torch.randn(n + 3, 4)) for n in (15, 17)]
-    assert tsopt.optimize(Positions().eval(), calls, **options).backend == "onnxruntime"
-    assert seen == [] or max(seen[0]) < 40
-
-
-def test_few_sizes_are_soon_all_known(many_sizes):
-    optimized, ratios, seen = many_sizes
-    ratios["onnxruntime"] = 0.7
-    assert optimized(1, 2).report.sizes.startswith("batch: 1..8")
-    seen.clear()
-    model = torch.nn.Linear(4, 2).eval()
-    options = {"backends": ("onnxruntime",), "seconds": 0.05, "isolate": False, "cache": False}
-    fast = tsopt.optimize(model, torch.randn(3, 4), dynamic={"input": {0: "batch[1..4]"}}, **options)
-    assert fast.backend == "onnxruntime"
-    assert seen == []

@@ -110,23 +110,6 @@ def test_it_rests_until_no_other_thread_has_been_running_for_several_looks(monke
     assert clock.now == pytest.approx(timing.LOOK * 7)
 
 
-def test_single_calls_are_compared_in_pairs_and_take_turns(monkeypatch):
-    now, made = [0.0], []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(timing, "rest", lambda: None)
-
-    def takes(name, factor):
-        def call(seconds):
-            made.append(name)
-            now[0] += factor * float(seconds)
-
-        return call
-
-    pairs = [(Example((size,)), Example((size,))) for size in (1.0, 5.0, 3.0)]
-    assert timing.ratio_of_single_calls(takes("eager", 3.0), takes("engine", 2.0), pairs) == pytest.approx(1.5)
-    assert made == ["eager", "engine", "engine", "eager", "eager", "engine"]
-
-
 @pytest.mark.parametrize(("other", "turns"), [(2e-5, timing.FEW), (0.5e-5, timing.FEW), (1.1e-5, timing.TURNS)])
 def test_turns_end_when_it_is_clear_which_is_faster(monkeypatch, clock, other, turns):
     monkeypatch.setattr(timing, "rest", lambda: None)

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 log = logging.getLogger("tsopt")
-FORMAT = 3
+FORMAT = 4
 MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
@@ -208,17 +208,19 @@ def _check_winner(entry: Entry) -> None:
         raise ValueError("first row is not a baseline")
     if any(row.status == "ok" and (row.timing is None or row.speedup is None) for row in others):
         raise ValueError("a correct candidate was not timed")
-    faster = [row.key for row in others if row.verdict == "faster"]
+    faster = [row.key for row in others if row.is_faster]
     if entry.winner not in (faster or keys[:1]):
         raise ValueError("the winner does not match the rows")
 
 
 def _row(data: dict[str, Any]) -> Row:
-    timing, gain, accuracy, cold = (data.pop(key) for key in ("timing", "speedup", "accuracy", "cold"))
+    parts = ("timing", "speedup", "new_sizes", "accuracy", "cold")
+    timing, gain, new_sizes, accuracy, cold = (data.pop(key) for key in parts)
     return Row(
         status=_one_of(KEPT, data.pop("status")),
         timing=None if timing is None else _timing(timing),
         speedup=None if gain is None else _speedup(gain),
+        new_sizes=None if new_sizes is None else _speedup(new_sizes),
         accuracy=None if accuracy is None else _verdict(accuracy),
         compile_seconds=_number(data.pop("compile_seconds")),
         cold=None if cold is None else ColdStart(_number(cold["first"]), _count(cold["slow_calls"])),

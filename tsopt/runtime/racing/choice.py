@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
-from tsopt.runtime.racing.speedup import UNDECIDED, fastest_first, ratio, speedup
+from tsopt.runtime.racing.speedup import UNDECIDED, by_worst, ratio, speedup
 from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
@@ -54,7 +55,6 @@ def choose(
     contenders: Mapping[str, Contender],
     fresh: Callable[[bool], Judge],
     streak: Callable[[Executable], str],
-    slow: Callable[[Executable], str],
     progress: Progress,
 ) -> Race:
     """The fastest candidate that is right once more, as it was timed and as it is in this process; eager otherwise.
@@ -62,7 +62,6 @@ def choose(
     Args:
         fresh: a judge with inputs that the race did not use; only a few of them if it is given True.
         streak: what goes wrong in many calls in a row; empty when nothing does.
-        slow: why an executable is slower than eager after all; empty when it is not.
     """
     judges: dict[bool, Judge] = {}
     candidates = {candidate.key: candidate for candidate in maker.settings.candidates}
@@ -81,8 +80,6 @@ def choose(
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
                 status, failure = "wrong", streak(executable)
-                if not failure:
-                    status, failure = outcomes.SLOWER, slow(executable)
         except UsageError:  # the user's metric failed, not the candidate
             raise
         except Exception as error:  # whatever it raises, it is out
@@ -90,8 +87,9 @@ def choose(
             status = ending if ending in outcomes.LOST else "wrong"
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
-            why = f"{row.speedup} as fast as eager{_level_with(row, faster, candidates)}"
-            why += _why_not_the_largest_gain(row, faster)
+            new = "" if row.new_sizes is None else f", {row.new_sizes} when each call has new sizes"
+            why = f"{row.speedup} as fast as eager{new}"
+            why += _level_with(row, faster, candidates) + _why_not_the_largest_gain(row, faster)
             chosen = replace(row, notes=executable.notes, accuracy=row.accuracy or verdict)
             rows = [chosen if r is row else r for r in rows]
             return Race(tuple(rows), row.key, why, executable, candidate, files=maker.files.get(row.key))
@@ -101,8 +99,8 @@ def choose(
 
 def faster_first(rows: Sequence[Row]) -> list[Row]:
     """The rows that are faster than eager, the fastest first."""
-    found = {row.key: row for row in rows if row.verdict == "faster"}
-    return [found[key] for key in fastest_first({key: row.timing for key, row in found.items() if row.timing})]
+    found = {row.key: row for row in rows if row.is_faster and row.timing is not None}
+    return [found[key] for key in by_worst(list(found), lambda key, other: _times_slower(found[other], found[key]))]
 
 
 def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Candidate]) -> str:
@@ -118,12 +116,23 @@ def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Can
 
 
 def _why_not_the_largest_gain(chosen: Row, faster: Sequence[Row]) -> str:
-    """How the winner compares with one that gained more over eager, and left in rounds in which eager was slow."""
-    larger = max(faster, key=lambda row: row.gain)
-    if larger.gain <= chosen.gain or not _is_slower(larger, chosen):
+    """How the winner compares with one that gained more over eager.
+
+    Either that one is slower with new sizes, or it left in rounds in which eager was slow.
+    """
+    larger = max(faster, key=_repeated_gain)
+    if _repeated_gain(larger) <= _repeated_gain(chosen) or not _is_slower(larger, chosen):
         return ""
-    times = _times_slower(larger, chosen)
+    assert larger.timing is not None
+    assert chosen.timing is not None
+    times = ratio(chosen.timing, larger.timing)
+    if times <= 1:
+        return f"; {larger.name} is faster where sizes repeat, but not with new ones ({larger.new_sizes})"
     return f"; {larger.name} gained more when eager was slow, but takes {times:.2f} times as long in the same rounds"
+
+
+def _repeated_gain(row: Row) -> float:
+    return row.speedup.ratio if row.speedup is not None else 0.0
 
 
 def _verified(
@@ -183,12 +192,19 @@ def _with_first(ranked: list[Row], fastest: Row, is_preferred: Callable[[Row], b
 
 
 def _times_slower(row: Row, best: Row) -> float:
+    """In the rounds that they share; the geometric mean of that and of calls with new sizes, if there are any."""
     assert row.timing is not None
     assert best.timing is not None
-    return ratio(best.timing, row.timing)
+    times = ratio(best.timing, row.timing)
+    if row.new_sizes is None or best.new_sizes is None:
+        return times
+    return math.sqrt(times * best.new_sizes.ratio / row.new_sizes.ratio)
 
 
 def _is_slower(row: Row, best: Row) -> bool:
+    """Whether it is slower than the best one, and that is not noise."""
     assert row.timing is not None
     assert best.timing is not None
+    if row.new_sizes is not None and best.new_sizes is not None and best.new_sizes.low > row.new_sizes.high:
+        return _times_slower(row, best) > 1
     return speedup(best.timing, row.timing).verdict == "faster"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
-from tsopt.compiler.sizes.dims import sampled
-from tsopt.compiler.sizes.specialize import sizes_in
-from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.inputs import InputSet, values_near
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.made_up import why_near
-from tsopt.runtime.checking.other_sizes import call_at
 from tsopt.runtime.checking.repeated_calls import unsteady
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.choice import Race, choose
@@ -35,9 +32,10 @@ from tsopt.runtime.racing.contenders import (
     retire,
 )
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
+from tsopt.runtime.racing.new_sizes import calls_of_new_sizes, time_at_new_sizes
 from tsopt.runtime.racing.preparation import prepare
-from tsopt.runtime.racing.speedup import Timing, decimals, speedup
-from tsopt.runtime.racing.timing import ratio_of_single_calls, seconds_of
+from tsopt.runtime.racing.speedup import UNDECIDED, Timing, decimals, speedup
+from tsopt.runtime.racing.timing import seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
 from tsopt.runtime.sandbox.isolated import Isolated
@@ -45,7 +43,6 @@ from tsopt.runtime.sandbox.processes import give_back_memory
 from tsopt.runtime.sandbox.sandbox import Sandbox
 from tsopt.runtime.thread_count import torch_threads
 
-NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls that a winner for many sizes is timed with, each of other sizes
 SHORT_CALL = 0.05  # seconds: next to longer calls, what an engine does for a new size is nothing
 FOR_THE_ROUNDS = 1 / 3  # of the budget: what is compiled and not timed is of no use
 TO_VERIFY = 10.0  # seconds for an answer of the winner, even if the budget is used up: it has cost all of that
@@ -95,6 +92,8 @@ def race(
         early = clock.but_for(FOR_THE_ROUNDS)
         rows, contenders, call_seconds = prepare(maker, judge, early, progress, eager_seconds)
         call_seconds[MODEL] = eager_seconds
+        signature = cast(Program, programs[FP32]).signature
+        has_new_sizes = bool(signature.dims) and eager_seconds < SHORT_CALL
         maker.limit(clock)
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:
@@ -102,8 +101,14 @@ def race(
                 *(model, captured, judge, rows, contenders, call_seconds, limits, progress),
                 stop=interrupted,
                 time_all=settings.time_all,
+                stay=has_new_sizes,
             )
             was_interrupted = interrupted()
+        if has_new_sizes and clock.left and not was_interrupted:
+            progress("time: calls with new sizes")
+            with protected(model, written=captured.state.values()), mode_of(captured):
+                inputs = calls_of_new_sizes(model, signature, example, settings.seed)
+                rows = _timed_at_new_sizes(model, example, inputs, rows, contenders)
         maker.limit(clock, least=TO_VERIFY)
         found = choose(
             maker,
@@ -118,9 +123,6 @@ def race(
                 seconds=STREAK * settings.seconds,
                 draw=values_near if why_near(captured) else None,
             ),
-            partial(_slow_at_new_sizes, model=model, captured=captured, example=example, seed=settings.seed)
-            if eager_seconds < SHORT_CALL
-            else lambda executable: "",
             progress,
         )
     reason = outcomes.stopped(found.rows)
@@ -133,35 +135,40 @@ def race(
     return replace(found, why=why, interrupted=was_interrupted, not_isolated_because=maker.not_isolated_because)
 
 
-def _slow_at_new_sizes(
-    executable: Executable, *, model: Callable[..., Any], captured: Program, example: Example, seed: int
-) -> str:
-    """Why an executable for many sizes is slower than eager where each call has other sizes; empty if it is not.
+def _timed_at_new_sizes(
+    model: Callable[..., Any],
+    example: Example,
+    inputs: Sequence[InputSet],
+    rows: list[Row],
+    contenders: Mapping[str, Contender],
+) -> list[Row]:
+    """Rows with the speed-up over calls with new sizes; those that are slower there are out.
 
-    The rounds repeat the sizes of the example. Engines that prepare a kernel for each size, and keep it, do so there
-    only once.
+    Args:
+        inputs: the calls; where there are none, rows stay as they are.
     """
-    signature = executable.signature
-    drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
-    sizes = [item for item in drawn if signature.unmet(item) is None]
-    if len(sizes) < FEWEST_NEW_SIZES:
-        return ""
-    calls = [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]
-    with protected(model, written=captured.state.values()), mode_of(captured):
-        calls = [item for item in calls if _takes(model, item.clone())]
-        if len(calls) < FEWEST_NEW_SIZES:
-            return ""
-        pairs = ((item.clone(), item.clone()) for item in calls)
-        ratio = ratio_of_single_calls(model, executable, pairs, device_wait(example))
-    return "" if ratio >= 1 else f"{ratio:.{decimals(ratio)}f}x as fast as eager when each call has new sizes"
+    possible = [row.key for row in rows if row.key in contenders and row.verdict in ("faster", "same", UNDECIDED)]
+    if not possible or not inputs:
+        return rows
+    calls: dict[str, Callable[..., Any]] = {MODEL: model, **{key: contenders[key] for key in possible}}
+    timings = time_at_new_sizes(calls, example, inputs, device_wait(example))
+    return [with_new_sizes(row, timings.get(row.key), timings[MODEL]) for row in rows]
 
 
-def _takes(model: Callable[..., Any], call: Example) -> bool:
-    try:
-        model(*call.args, **call.kwargs)
-    except Exception:  # sizes that the model takes one by one, and not together
-        return False
-    return True
+def with_new_sizes(row: Row, timing: Timing | None, base: Timing) -> Row:
+    """A row with its speed-up over calls with new sizes; one that is slower there is out."""
+    if timing is None or row.key == MODEL:
+        return row
+    if timing.error:
+        return replace(row, status=timing.ending, reason=f"at new sizes: {timing.error}")
+    gain = speedup(timing, base)
+    if not gain.rounds:
+        return row
+    row = replace(row, new_sizes=gain)
+    if gain.ratio >= 1:
+        return row
+    times = f"{gain.ratio:.{decimals(gain.ratio)}f}x as fast as eager"
+    return replace(row, status=outcomes.SLOWER, reason=f"after timing: {times} when each call has new sizes")
 
 
 def _timed(
@@ -176,12 +183,14 @@ def _timed(
     *,
     stop: Callable[[], bool],
     time_all: bool,
+    stay: bool,
 ) -> list[Row]:
     """Rows with what was measured.
 
     Args:
         call_seconds: of a call of the model and of each contender, about, by key.
         limits: how long to time, and how long at most, where that decides nothing.
+        stay: contenders that leave the rounds are needed once more.
     """
     inputs, (seconds, longest) = judge.inputs, limits
     names = {row.key: row.name for row in rows}
@@ -196,7 +205,7 @@ def _timed(
             progress=lambda text: progress(f"time: {text}"),
             known={row.name: call_seconds[row.key] for row in rows if row.name in calls},
             until_decided=not time_all,
-            out=lambda name: retire(calls[name]),
+            out=lambda name: None if stay else retire(calls[name]),
             stop=stop,
         )
     base = timings[EAGER]

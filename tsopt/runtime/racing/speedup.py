@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -127,17 +127,28 @@ def ratio(candidate: Timing, baseline: Timing) -> float:
 
 
 def fastest_first(timings: Mapping[Name, Timing]) -> list[Name]:
-    """The names, in the order of their worst `ratio` over any of the others (Simpson and Kramer's rule of voting).
+    """The names, in the order of their worst `ratio` over any of the others.
 
-    A candidate that beats each of the others in the rounds that they share comes first. The gain over the baseline
-    gives no such order: it contains the baseline's noise, and one that left early may have met it in its slow moments.
+    The gain over the baseline gives no such order: it contains the baseline's noise, and one that left early may have
+    met it in its slow moments.
+    """
+    return by_worst(list(timings), lambda name, other: ratio(timings[name], timings[other]))
+
+
+def by_worst(names: Sequence[Name], faster: Callable[[Name, Name], float]) -> list[Name]:
+    """The names, in the order of their worst result against any of the others (Simpson and Kramer's rule of voting).
+
+    One that beats each of the others comes first.
+
+    Args:
+        faster: how many times as fast as the second one the first one is; NaN where nobody knows.
     """
 
     def worst(name: Name) -> float:
-        against = (ratio(timings[name], other) for key, other in timings.items() if key != name)
+        against = (faster(name, other) for other in names if other != name)
         return min((value for value in against if not math.isnan(value)), default=0.0)
 
-    return sorted(timings, key=worst, reverse=True)
+    return sorted(names, key=worst, reverse=True)
 
 
 def _ratios(candidate: Timing, baseline: Timing) -> np.ndarray:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -165,27 +164,6 @@ def _seconds_of_one(call: Callable[..., Any], item: Example, wait: Callable[[], 
     call(*args, **kwargs)
     wait()
     return time.perf_counter() - start
-
-
-def ratio_of_single_calls(
-    call: Callable[..., Any],
-    other: Callable[..., Any],
-    pairs: Iterable[tuple[Example, Example]],
-    wait: Callable[[], None] = lambda: None,
-) -> float:
-    """How many times longer calls of `call` take than calls of `other`: the median over pairs, each call made once.
-
-    Args:
-        pairs: the same call for both.
-    """
-    ratios = []
-    for number, items in enumerate(pairs):
-        spent = [0.0, 0.0]
-        for turn in (number % 2, 1 - number % 2):
-            rest()
-            spent[turn] = _seconds_of_one((call, other)[turn], items[turn], wait)
-        ratios.append(spent[0] / max(spent[1], 1e-9))
-    return statistics.median(ratios)
 
 
 def seconds_in_turns(calls: Sequence[Callable[..., Any]], example: Example) -> list[list[float]]:

@@ -1,0 +1,82 @@
+"""Calls with new sizes: what those in the race for a program of many sizes take where no call repeats another's.
+
+The rounds repeat the sizes of the example. Engines that prepare a kernel for each size, and keep it, do so there only
+once, so that who wins there may lose to eager, or to another engine, in a loop whose sizes go on changing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.sizes.dims import sampled
+from tsopt.compiler.sizes.specialize import sizes_in
+from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.checking.other_sizes import call_at
+from tsopt.runtime.racing.outcomes import ending_of
+from tsopt.runtime.racing.speedup import Timing
+from tsopt.runtime.racing.timing import Remote, rest, seconds_of_calls
+from tsopt.runtime.racing.tournament import order_of
+
+NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
+IN_A_ROW = 4  # of them, right after one with known sizes: caches are warm, and threads awake
+
+
+def calls_of_new_sizes(model: Callable[..., Any], signature: Signature, example: Example, seed: int) -> list[InputSet]:
+    """Calls that the model takes, none of which has a size of the example or of another; empty if there are few."""
+    drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
+    sizes = [item for item in drawn if signature.unmet(item) is None]
+    if len(sizes) < FEWEST_NEW_SIZES:
+        return []
+    calls = [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]
+    found = [item for item in calls if _takes(model, item.clone())]
+    return found if len(found) >= FEWEST_NEW_SIZES else []
+
+
+def _takes(model: Callable[..., Any], call: Example) -> bool:
+    try:
+        model(*call.args, **call.kwargs)
+    except Exception:  # sizes that the model takes one by one, and not together
+        return False
+    return True
+
+
+def time_at_new_sizes(
+    calls: Mapping[str, Callable[..., Any]],
+    example: Example,
+    inputs: Sequence[InputSet],
+    wait: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Times callables in turns, each of them once on each of the inputs.
+
+    Args:
+        calls: the first one is the baseline; another that raises has an `error` instead of more samples.
+        example: whose sizes all of them know.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    errors: dict[str, Exception] = {}
+    baseline, last = next(iter(calls)), ""
+    for number, first in enumerate(range(0, len(inputs), IN_A_ROW)):
+        block = inputs[first : first + IN_A_ROW]
+        for name in order_of([name for name in calls if name not in errors], number):
+            if last not in ("", name) and not isinstance(calls[last], Remote):
+                rest()
+            last = name
+            try:
+                # Copies: what one of them writes to its input is not for the next one.
+                own = [item.clone() for item in (InputSet("known sizes", example), *block)]
+                spent[name] += seconds_of_calls(calls[name], own, 1, 1, len(block), wait)
+            except Exception as error:  # a candidate may raise anything; it costs the candidate alone
+                if name == baseline:
+                    raise
+                errors[name] = error
+    return {name: _timing(seconds, errors.get(name)) for name, seconds in spent.items()}
+
+
+def _timing(seconds: Sequence[float], error: Exception | None) -> Timing:
+    samples = tuple(value * 1e3 for value in seconds)
+    if error is None:
+        return Timing(samples)
+    return Timing(samples, error=f"{type(error).__name__}: {str(error)[:200]}", ending=ending_of(error))
