@@ -56,6 +56,7 @@ bench: $(READY) ## benchmark real models, eager against compiled and pass by pas
 	$(BIN)/python -m bench.auto
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m bench.trained
+	$(BIN)/python -m bench.int4
 	$(BIN)/python -m bench.coverage
 
 PAGE := tsopt/runtime/page

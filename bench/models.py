@@ -159,6 +159,10 @@ MODELS: dict[str, Case] = {
         lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)),
         lambda: tsopt.example(tokens(64)),
     ),
+    "gpt2_token": Case(
+        lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)),
+        lambda: tsopt.example(tokens(1)),
+    ),
     "vit_b16": Case(lambda: transformers.ViTForImageClassification(transformers.ViTConfig()), image),
     "llama_160m": Case(llama, lambda: tsopt.example(tokens(64))),
     "llama_160m_token": Case(llama, lambda: tsopt.example(tokens(1))),

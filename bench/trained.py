@@ -41,6 +41,7 @@ class Trained:
 
     choose: on data that the choice of layers may use; `test`: on data that only this page uses.
     also: other scores on the same data as `test`, by what they are.
+    unseen: the inputs of `test`, where they can be called one by one.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class Trained:
     choose: Callable[[Any], float]
     test: Callable[[Any], float]
     also: Mapping[str, Callable[[Any], float]] = field(default_factory=dict)
+    unseen: Sequence[Any] = ()
 
 
 def main() -> None:
@@ -281,7 +283,7 @@ def sentences() -> Trained:
             likenesses(called, test), likenesses(model, test)
         ),
     }
-    return Trained(model, calls[0], calibration, neighbours(choose), neighbours(test), also)
+    return Trained(model, calls[0], calibration, neighbours(choose), neighbours(test), also, test)
 
 
 def embedded(called: Any, calls: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
