@@ -78,7 +78,9 @@ class Row:
     def gain(self) -> float:
         """How many times as fast as eager, on the whole; 0 where it was not timed."""
         repeated = self.speedup.ratio if self.speedup is not None else 0.0
-        return repeated if self.new_sizes is None else math.sqrt(repeated * self.new_sizes.ratio)
+        if self.new_sizes is None or self.new_sizes.verdict == UNDECIDED:
+            return repeated
+        return math.sqrt(repeated * self.new_sizes.ratio)
 
     @property
     def is_faster(self) -> bool:

@@ -85,6 +85,18 @@ def test_one_that_is_as_fast_as_eager_where_sizes_repeat_may_win_with_new_ones(r
     )
 
 
+def test_what_noise_may_have_made_with_new_sizes_does_not_choose(raced):
+    raced.others["onnxruntime"] = Timing((1.0, 1.0, 1.0, 1.6, 1.6, 1.6, 1.6, 1.6))
+    raced.others["torchscript"] = Timing((1.0,) * 8)
+    assert raced(9, 12).backend == "onnxruntime"
+    raced.others["onnxruntime"] = 1.4
+    assert raced(9, 12).backend == "onnxruntime"  # 1.5 times as fast where sizes repeat, 1.4 times slower with new ones
+    raced.others["onnxruntime"] = 1.6
+    fast = raced(9, 12)
+    assert fast.backend == "torchscript"
+    assert "ONNX Runtime is faster where sizes repeat" in fast.report.why
+
+
 def test_one_that_is_slower_where_sizes_repeat_does_not(raced):
     raced.repeated["ONNX Runtime"], raced.repeated["TorchScript"] = 2.1, 2.1
     fast = raced(9, 12)
@@ -148,30 +160,55 @@ def test_the_race_is_kept_with_what_was_measured_there(raced, tmp_path, monkeypa
     assert again.row("ONNX Runtime").new_sizes.ratio == 2.0
 
 
-def test_calls_are_made_in_blocks_and_take_turns(monkeypatch):
+@pytest.fixture
+def on_a_clock(monkeypatch):
+    """`time_at_new_sizes` in blocks of two, of callables that take so many times their argument; and all calls."""
     now, made = [0.0], []
     monkeypatch.setattr("tsopt.runtime.racing.timing.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(new_sizes, "rest", lambda: made.append("rest"))
     monkeypatch.setattr(new_sizes, "IN_A_ROW", 2)
 
-    def takes(name, factor):
+    def takes(name, factor, limit):
         def call(seconds):
-            made.append((name, float(seconds)))
-            now[0] += factor * float(seconds)
-            if name == "broken" and float(seconds) == 5.0:
+            value = float(seconds)
+            made.append((name, value))
+            now[0] += factor * value
+            if value >= limit:
                 raise ValueError("no kernel")
             seconds += 100  # for itself alone
 
         return call
 
-    calls = {"model": takes("eager", 2.0), "engine": takes("engine", 1.0), "broken": takes("broken", 1.0)}
-    inputs = [InputSet("other sizes", Example((torch.tensor(seconds),))) for seconds in (3.0, 4.0, 5.0)]
-    found = time_at_new_sizes(calls, Example((torch.tensor(1.0),)), inputs)
-    assert found["model"].samples == pytest.approx((6e3, 8e3, 10e3))
-    assert found["engine"].samples == pytest.approx((3e3, 4e3, 5e3))
-    assert (found["broken"].samples, found["broken"].error) == (pytest.approx((3e3, 4e3)), "ValueError: no kernel")
-    order = [item if item == "rest" else item[0] for item in made if item == "rest" or item[1] > 1]
-    assert order == [
-        *("eager", "eager", "rest", "engine", "engine", "rest", "broken", "broken"),
-        *("broken", "rest", "engine", "rest", "eager"),
+    def timed(seconds, **of_each):
+        calls = {name: takes(name, *limits) for name, limits in of_each.items()}
+        inputs = [InputSet("other sizes", Example((torch.tensor(value),))) for value in seconds]
+        return time_at_new_sizes(calls, Example((torch.tensor(1.0),)), inputs), made
+
+    return timed
+
+
+def test_calls_are_made_in_blocks_and_take_turns_after_the_model(on_a_clock):
+    found, made = on_a_clock(range(2, 9), model=(2.0, 99), engine=(1.0, 99), other=(3.0, 99))
+    assert found["model"].samples == pytest.approx([2e3 * value for value in range(2, 9)])
+    assert found["engine"].samples == pytest.approx([1e3 * value for value in range(2, 9)])
+    assert made[:9] == [
+        *(("model", 1.0), ("model", 2.0), ("model", 3.0), "rest"),
+        *(("engine", 1.0), ("engine", 2.0), ("engine", 3.0), "rest", ("other", 1.0)),
     ]
+    order = [item[0] for item in made if item != "rest" and item[1] == 1.0]
+    assert order == ["model", "engine", "other", "model", "other", "engine"] * 2
+
+
+def test_one_that_raises_is_not_called_again(on_a_clock):
+    found, made = on_a_clock(range(2, 9), model=(2.0, 99), engine=(1.0, 5))
+    assert found["engine"].error == "ValueError: no kernel"
+    assert found["engine"].samples == pytest.approx((2e3, 3e3))
+    assert found["model"].samples == pytest.approx([2e3 * value for value in range(2, 9)])
+    assert [item for item in made if item[0] == "engine"][-1] == ("engine", 5.0)
+
+
+def test_what_the_model_does_not_take_is_left_out(on_a_clock):
+    found, made = on_a_clock([2, 3, 50, 4, 5, 6, 7, 8], model=(2.0, 40), engine=(1.0, 99))
+    assert found["engine"].samples == pytest.approx((2e3, 3e3, 5e3, 6e3, 7e3, 8e3))
+    assert ("engine", 4.0) not in made
+    assert on_a_clock([2, 3, 50, 4, 5, 6, 7, 80], model=(2.0, 40), engine=(1.0, 99))[0] == {}

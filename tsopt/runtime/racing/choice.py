@@ -14,7 +14,7 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
-from tsopt.runtime.racing.speedup import UNDECIDED, by_worst, ratio, speedup
+from tsopt.runtime.racing.speedup import UNDECIDED, Speedup, by_worst, ratio, speedup
 from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
@@ -192,19 +192,26 @@ def _with_first(ranked: list[Row], fastest: Row, is_preferred: Callable[[Row], b
 
 
 def _times_slower(row: Row, best: Row) -> float:
-    """In the rounds that they share; the geometric mean of that and of calls with new sizes, if there are any."""
+    """How many times, in the rounds that they share.
+
+    The geometric mean of that and of how many times it is over calls with new sizes, if these tell the two apart.
+    """
     assert row.timing is not None
     assert best.timing is not None
     times = ratio(best.timing, row.timing)
-    if row.new_sizes is None or best.new_sizes is None:
+    if row.new_sizes is None or best.new_sizes is None or not _are_apart(row.new_sizes, best.new_sizes):
         return times
     return math.sqrt(times * best.new_sizes.ratio / row.new_sizes.ratio)
+
+
+def _are_apart(one: Speedup, other: Speedup) -> bool:
+    return one.high < other.low or other.high < one.low
 
 
 def _is_slower(row: Row, best: Row) -> bool:
     """Whether it is slower than the best one, and that is not noise."""
     assert row.timing is not None
     assert best.timing is not None
-    if row.new_sizes is not None and best.new_sizes is not None and best.new_sizes.low > row.new_sizes.high:
+    if row.new_sizes is not None and best.new_sizes is not None and _are_apart(row.new_sizes, best.new_sizes):
         return _times_slower(row, best) > 1
     return speedup(best.timing, row.timing).verdict == "faster"

@@ -24,23 +24,13 @@ NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
 IN_A_ROW = 4  # of them, right after one with known sizes: caches are warm, and threads awake
 
 
-def calls_of_new_sizes(model: Callable[..., Any], signature: Signature, example: Example, seed: int) -> list[InputSet]:
-    """Calls that the model takes, none of which has a size of the example or of another; empty if there are few."""
+def calls_of_new_sizes(signature: Signature, example: Example, seed: int) -> list[InputSet]:
+    """Calls that a signature allows, none of which has a size of the example or of another; empty if there are few."""
     drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
     sizes = [item for item in drawn if signature.unmet(item) is None]
     if len(sizes) < FEWEST_NEW_SIZES:
         return []
-    calls = [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]
-    found = [item for item in calls if _takes(model, item.clone())]
-    return found if len(found) >= FEWEST_NEW_SIZES else []
-
-
-def _takes(model: Callable[..., Any], call: Example) -> bool:
-    try:
-        model(*call.args, **call.kwargs)
-    except Exception:  # sizes that the model takes one by one, and not together
-        return False
-    return True
+    return [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]
 
 
 def time_at_new_sizes(
@@ -49,29 +39,34 @@ def time_at_new_sizes(
     inputs: Sequence[InputSet],
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Times callables in turns, each of them once on each of the inputs.
+    """Times callables in turns, each of them once on each of the inputs. Empty if few of them can be timed.
 
     Args:
-        calls: the first one is the baseline; another that raises has an `error` instead of more samples.
+        calls: the first one is the model. What it does not take is left out: some sizes go with others only. Nobody
+            knows before it is timed, because eager prepares itself for new sizes, too. Another one that raises has an
+            `error` instead of more samples.
         example: whose sizes all of them know.
     """
+    model, *others = calls
     spent: dict[str, list[float]] = {name: [] for name in calls}
     errors: dict[str, Exception] = {}
-    baseline, last = next(iter(calls)), ""
+    last = ""
     for number, first in enumerate(range(0, len(inputs), IN_A_ROW)):
         block = inputs[first : first + IN_A_ROW]
-        for name in order_of([name for name in calls if name not in errors], number):
+        for name in (model, *order_of([name for name in others if name not in errors], number)):
             if last not in ("", name) and not isinstance(calls[last], Remote):
                 rest()
             last = name
+            # Copies: what one of them writes to its input is not for the next one.
+            own = [item.clone() for item in (InputSet("known sizes", example), *block)]
             try:
-                # Copies: what one of them writes to its input is not for the next one.
-                own = [item.clone() for item in (InputSet("known sizes", example), *block)]
                 spent[name] += seconds_of_calls(calls[name], own, 1, 1, len(block), wait)
             except Exception as error:  # a candidate may raise anything; it costs the candidate alone
-                if name == baseline:
-                    raise
+                if name == model:
+                    break
                 errors[name] = error
+    if len(spent[model]) < FEWEST_NEW_SIZES:
+        return {}
     return {name: _timing(seconds, errors.get(name)) for name, seconds in spent.items()}
 
 

@@ -107,7 +107,7 @@ def race(
         if has_new_sizes and clock.left and not was_interrupted:
             progress("time: calls with new sizes")
             with protected(model, written=captured.state.values()), mode_of(captured):
-                inputs = calls_of_new_sizes(model, signature, example, settings.seed)
+                inputs = calls_of_new_sizes(signature, example, settings.seed)
                 rows = _timed_at_new_sizes(model, example, inputs, rows, contenders)
         maker.limit(clock, least=TO_VERIFY)
         found = choose(
@@ -152,12 +152,12 @@ def _timed_at_new_sizes(
         return rows
     calls: dict[str, Callable[..., Any]] = {MODEL: model, **{key: contenders[key] for key in possible}}
     timings = time_at_new_sizes(calls, example, inputs, device_wait(example))
-    return [with_new_sizes(row, timings.get(row.key), timings[MODEL]) for row in rows]
+    return [with_new_sizes(row, timings[row.key], timings[MODEL]) if row.key in timings else row for row in rows]
 
 
-def with_new_sizes(row: Row, timing: Timing | None, base: Timing) -> Row:
+def with_new_sizes(row: Row, timing: Timing, base: Timing) -> Row:
     """A row with its speed-up over calls with new sizes; one that is slower there is out."""
-    if timing is None or row.key == MODEL:
+    if row.key == MODEL:
         return row
     if timing.error:
         return replace(row, status=timing.ending, reason=f"at new sizes: {timing.error}")
