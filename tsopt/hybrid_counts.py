@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tsopt.background.in_background import InBackground
+from tsopt.compiler.calls.snapshot import Behind
 from tsopt.compiler.capture.names import name_of
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
@@ -15,7 +16,7 @@ from tsopt.runtime.calling.served import HybridReport, Told
 from tsopt.runtime.report import Report
 
 
-class Counts:
+class Counts(Behind):
     """Counts the calls of a hybrid, and for which reasons the model itself has served some.
 
     A base class, because a count is raised in each call.

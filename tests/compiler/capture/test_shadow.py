@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+import tsopt
+from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.capture.capture import capture, capture_apart
 from tsopt.compiler.capture.shadow import Shadow, shadow_of
 
@@ -106,6 +108,37 @@ def test_a_parameter_that_is_written_has_memory_of_its_own():
     assert copy.called.weight.requires_grad
     assert copy.twin(copy.called.weight) is table.weight
     assert copy.twin(table.weight) is copy.called.weight
+
+
+class Calling(nn.Module):
+    """Calls a hybrid of a function that counts in it, and a function around that hybrid."""
+
+    def __init__(self, said):
+        super().__init__()
+        self.layer, self.norm, self.calls = nn.Linear(4, 4), nn.BatchNorm1d(4), 0
+
+        def layered(x):
+            self.calls += 1
+            return self.layer(x)
+
+        self.hybrid = tsopt.hybridize(layered, backends=("eager",), isolate=False, cache=False, progress=said.append)
+        self.around = functools.wraps(self.hybrid)(lambda x: self.hybrid(x) + 1)
+
+    def forward(self, x):
+        return self.hybrid(x) + self.around(x)
+
+
+def test_what_is_behind_a_hybrid_is_no_part_of_the_model_that_calls_it():
+    said = [[], {}]
+    net = Calling(said).eval()
+    assert not {id(said), *map(id, said)} & held_by(net.hybrid)
+    shadow = Shadow(net)
+    assert not any(map(shadow.holds, (said, *said, net.hybrid._tsopt_compiled)))
+    once = net.layer(X)
+    assert torch.equal(shadow.called(X), once + (once + 1))
+    assert (net.calls, shadow.called.calls, tsopt.report(net.hybrid).calls) == (0, 2, 0)
+    assert not hasattr(shadow.called.hybrid, "_tsopt_compiled")
+    assert shadow.called.around is not net.around
 
 
 class Slotted(nn.Module):

@@ -20,9 +20,15 @@ class Wrapper:
     """What is callable because of what it wraps: an argument like a function, not an object with data."""
 
 
+class Behind:
+    """What is behind a hybrid of a `model`: no part of any model, although a hybrid in it leads there."""
+
+    model: Any
+
+
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, Wrapper)
-FIXED = (*SCALARS, *FUNCTIONS, type, ModuleType, Enum, PurePath, range, slice)
+FIXED = (*SCALARS, *FUNCTIONS, Behind, type, ModuleType, Enum, PurePath, range, slice)
 PLAIN_TENSORS = ("Tensor", "Parameter", "Buffer")
 SYMBOLIC = ("SymInt", "SymFloat", "SymBool")
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class of Python's, or one of C that has been made at run time
@@ -121,6 +127,13 @@ def holders(*roots: Any) -> Iterator[Any]:
         if isinstance(item, (dict, *ORDERED, *UNORDERED)) or has_dict(item) or _slots_of(item):
             yield item
         todo += _parts(item)[::-1]
+
+
+def without_hybrid(function: FunctionType) -> FunctionType:
+    """The function that a hybrid is of; any other is itself."""
+    behind = function.__dict__.get("_tsopt_compiled")  # which `functools.wraps` copies to what is around a hybrid
+    is_hybrid = isinstance(behind, Behind) and function.__dict__.get("__wrapped__") is behind.model
+    return function.__dict__["__wrapped__"] if is_hybrid else function
 
 
 def held_by(model: Any) -> set[int]:

@@ -32,6 +32,7 @@ from tsopt.compiler.calls.snapshot import (
     items_of,
     refill_items,
     set_attribute,
+    without_hybrid,
 )
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
@@ -149,9 +150,11 @@ class Shadow:
             cell = self._enter(item, CellType())
             cell.cell_contents = self._copy(item.cell_contents)
             return cell
-        if isinstance(item, FunctionType):
+        if isinstance(item, FunctionType) and without_hybrid(item) is not item:
+            made: Any = self._copy(without_hybrid(item))  # what it was compiled to belongs to the model alone
+        elif isinstance(item, FunctionType):
             cells = tuple(map(self._copy, item.__closure__ or ())) or None
-            made: Any = FunctionType(item.__code__, item.__globals__, item.__name__, None, cells)
+            made = FunctionType(item.__code__, item.__globals__, item.__name__, None, cells)
         elif isinstance(item, MethodType):
             made = MethodType(self._copy(item.__func__), self._copy(item.__self__))
         elif isinstance(item, partial):
@@ -165,7 +168,7 @@ class Shadow:
         if id(item) in self._copies:  # what it holds holds it as well, and has come here first
             return self._copies[id(item)]
         self._enter(item, made)
-        if isinstance(item, FunctionType):
+        if isinstance(item, FunctionType) and without_hybrid(item) is item:
             made.__qualname__, made.__module__, made.__doc__ = item.__qualname__, item.__module__, item.__doc__
             made.__defaults__ = self._copy(item.__defaults__)
             made.__kwdefaults__ = self._copy(item.__kwdefaults__)
