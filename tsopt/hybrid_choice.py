@@ -9,14 +9,15 @@ from typing import Any
 from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.compiler.turns import Turn
 from tsopt.hybrid_counts import Counts
 from tsopt.runtime.calling.audit import NEVER, Audits, may_draw
 from tsopt.runtime.calling.eager_calls import EagerCalls
-from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.in_service import InService
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.own_work import loss, size_of
@@ -26,6 +27,8 @@ from tsopt.runtime.calling.served import COMPARED
 from tsopt.runtime.checking.accuracy import LIMITS
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn
+
+LOSSY = 3  # the level at which candidates in lower precisions race
 
 
 class Choice(Counts):
@@ -56,12 +59,21 @@ class Choice(Counts):
         service = self._service
         if not service.is_on and not service.begins(lambda: _gain(fast)):
             return False
-        may = self._may_compare and self._may_step_back and not isinstance(fast, Partitioned) and not others_run()
-        executable = fast.serving(args, kwargs) if may and iterator_in(args, kwargs) is None else None
-        if executable is None or not _is_comparable(executable):
-            service.stop()
+        may = self._may_compare and self._may_step_back and not others_run() and iterator_in(args, kwargs) is None
+        if may and self._is_comparable(fast, args, kwargs):
+            return True
+        service.stop()
+        return False
+
+    def _is_comparable(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is served by a compiled form, and the model itself may as well: it ends when it returns."""
+        if isinstance(fast, Partitioned):
+            in_full = self.options.get("precision") in (None, FP32) and self.options.get("level", 0) < LOSSY
+            return in_full and fast.leaves_no_trace and not is_on_gpu(Example(args, kwargs))
+        executable = fast.serving(args, kwargs)
+        if executable is None or executable.tolerance is not None or executable.precision in LIMITS:
             return False
-        return True
+        return not may_draw(executable) and all(item.type.device == "cpu" for item in executable.signature.inputs)
 
     def _compared(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """Serves a call of a round, and lets eager serve the next ones if the round has settled that."""
@@ -120,9 +132,3 @@ def _gain(fast: Any) -> float:
     """How many times as fast as eager a compiled form was in its race; the most of several, which limits the cost."""
     reports = fast.reports if isinstance(fast, InBackground) else [fast.report]
     return max((report.winning.gain for report in reports), default=math.inf)
-
-
-def _is_comparable(executable: Executable) -> bool:
-    """Whether its calls may be served by the model itself in between, and end when they return."""
-    is_exact = executable.tolerance is None and executable.precision not in LIMITS and not may_draw(executable)
-    return is_exact and all(item.type.device == "cpu" for item in executable.signature.inputs)

@@ -142,6 +142,41 @@ def test_nothing_is_compared_where_it_must_not_be(kind, monkeypatch):
     assert not tsopt.report(net).in_eager
 
 
+class Branching(Net):
+    """Runs in two parts, with the choice between two branches in Python."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return -y if float(y.sum()) > 1e9 else y * 2
+
+
+class Noisy(Branching):
+    def forward(self, x):
+        return super().forward(x) + 0 * torch.rand(())
+
+
+@pytest.mark.usefixtures("compares")
+def test_a_model_in_parts_is_compared_as_well():
+    net = tsopt.hybridize(Branching().eval(), frontend="parts", **QUICK)
+    with pytest.warns(UserWarning, match=f"Branching runs in eager mode: {SLOWER}"):
+        serve(net)
+    report = tsopt.report(net)
+    assert report.reports[0].winning.is_in_parts
+    assert report.in_eager[COMPARED] == ROUNDS * TURN
+    assert set(report.in_eager) == {COMPARED, SLOWER}
+
+
+@pytest.mark.usefixtures("compares")
+@pytest.mark.parametrize(
+    ("model", "options"), [(Noisy, {}), (Branching, {"precision": "bf16"}), (Branching, {"level": 3})]
+)
+def test_a_model_in_parts_that_draws_numbers_or_loses_digits_is_not(model, options):
+    net = tsopt.hybridize(model().eval(), frontend="parts", **QUICK | options)
+    serve(net)
+    assert tsopt.report(net).reports[0].winning.is_in_parts
+    assert not tsopt.report(net).in_eager
+
+
 @pytest.mark.usefixtures("compares")
 @pytest.mark.filterwarnings("ignore:tsopt. Counting:UserWarning")
 def test_a_model_whose_calls_change_its_attributes_is_not_compared():

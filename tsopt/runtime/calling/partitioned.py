@@ -72,8 +72,6 @@ class Partitioned(DropIn):
     Attributes:
         report: the race, the parts, and why the model is not one graph.
         backend: `parts`; `torchscript` for a TorchScript model; `eager` if the model itself is the fastest.
-
-    Args:
         leaves_no_trace: a call of the model on its example changes nothing of it and draws no random numbers.
     """
 
@@ -88,7 +86,7 @@ class Partitioned(DropIn):
         *,
         leaves_no_trace: bool = False,
     ) -> None:
-        self.model, self.report, self._leaves_no_trace = model, report, leaves_no_trace
+        self.model, self.report, self.leaves_no_trace = model, report, leaves_no_trace
         self._lease = None if report.winner_key == MODEL else lease
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
@@ -140,7 +138,7 @@ class Partitioned(DropIn):
             return None  # in training mode the model is no reference
         if iterator_in(args, kwargs) is not None:
             return None  # the first of the two calls would consume it
-        draws, call, beside_others = not self._leaves_no_trace, Example(args, kwargs), others_run()
+        draws, call, beside_others = not self.leaves_no_trace, Example(args, kwargs), others_run()
         with torch.no_grad(), kept_outside(self.model):
             if beside_others and (draws or not _copy_leaves_no_trace(self.model, call)):
                 return None  # nobody knows what to put back, and what is theirs
