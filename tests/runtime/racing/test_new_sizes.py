@@ -13,6 +13,7 @@ from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.new_sizes import time_at_new_sizes
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
+from tsopt.runtime.sandbox.isolated import CandidateDied
 
 
 @pytest.fixture
@@ -205,6 +206,21 @@ def test_one_that_raises_is_not_called_again(on_a_clock):
     assert found["engine"].samples == pytest.approx((2e3, 3e3))
     assert found["model"].samples == pytest.approx([2e3 * value for value in range(2, 9)])
     assert [item for item in made if item[0] == "engine"][-1] == ("engine", 5.0)
+
+
+def test_one_whose_process_ends_is_told_from_one_that_raises(on_a_clock, monkeypatch):
+    def timed(call, *args):
+        if call is engine:
+            raise CandidateDied("crashed", "ONNX Runtime is gone")
+        return [1.0] * len(args[0][1:])
+
+    def engine():
+        pass
+
+    monkeypatch.setattr(new_sizes, "seconds_of_calls", timed)
+    inputs = [InputSet("other sizes", Example((torch.tensor(value),))) for value in range(8)]
+    found = time_at_new_sizes({"model": print, "engine": engine}, Example((torch.tensor(1.0),)), inputs)
+    assert (found["engine"].ending, found["engine"].samples) == ("crashed", ())
 
 
 def test_what_the_model_does_not_take_is_left_out(on_a_clock):

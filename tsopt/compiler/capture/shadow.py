@@ -151,10 +151,11 @@ class Shadow:
             cell.cell_contents = self._copy(item.cell_contents)
             return cell
         if isinstance(item, FunctionType) and without_hybrid(item) is not item:
-            made: Any = self._copy(without_hybrid(item))  # what it was compiled to belongs to the model alone
-        elif isinstance(item, FunctionType):
+            # What it was compiled to belongs to the model alone.
+            return self._copies.setdefault(id(item), self._copy(without_hybrid(item)))
+        if isinstance(item, FunctionType):
             cells = tuple(map(self._copy, item.__closure__ or ())) or None
-            made = FunctionType(item.__code__, item.__globals__, item.__name__, None, cells)
+            made: Any = FunctionType(item.__code__, item.__globals__, item.__name__, None, cells)
         elif isinstance(item, MethodType):
             made = MethodType(self._copy(item.__func__), self._copy(item.__self__))
         elif isinstance(item, partial):
@@ -168,7 +169,7 @@ class Shadow:
         if id(item) in self._copies:  # what it holds holds it as well, and has come here first
             return self._copies[id(item)]
         self._enter(item, made)
-        if isinstance(item, FunctionType) and without_hybrid(item) is item:
+        if isinstance(item, FunctionType):
             made.__qualname__, made.__module__, made.__doc__ = item.__qualname__, item.__module__, item.__doc__
             made.__defaults__ = self._copy(item.__defaults__)
             made.__kwdefaults__ = self._copy(item.__kwdefaults__)

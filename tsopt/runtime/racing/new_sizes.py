@@ -19,6 +19,7 @@ from tsopt.runtime.racing.outcomes import ending_of
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.racing.timing import Remote, rest, seconds_of_calls
 from tsopt.runtime.racing.tournament import order_of
+from tsopt.runtime.sandbox.isolated import CandidateDied
 
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
 IN_A_ROW = 4  # of them, right after one with known sizes: caches are warm, and threads awake
@@ -74,4 +75,5 @@ def _timing(seconds: Sequence[float], error: Exception | None) -> Timing:
     samples = tuple(value * 1e3 for value in seconds)
     if error is None:
         return Timing(samples)
-    return Timing(samples, error=f"{type(error).__name__}: {str(error)[:200]}", ending=ending_of(error))
+    ending = error.kind if isinstance(error, CandidateDied) else ending_of(error)
+    return Timing(samples, error=f"{type(error).__name__}: {str(error)[:200]}", ending=ending)
