@@ -324,3 +324,27 @@ def test_the_model_is_not_called_for_neighbours_that_could_not_excuse_a_result(c
     assert asked == []
     assert not compare(reference * (1 + 1e-3), reference, moved=lambda: asked.append(1) or [reference]).ok
     assert asked == [1]
+
+
+@pytest.mark.parametrize("at", [[0], [PART + 5], [3, 2 * PART + 1]])
+def test_errors_in_any_part_of_a_large_tensor_count(at):
+    """Large tensors are compared piece by piece."""
+    reference = torch.rand(2 * PART + 100, generator=torch.Generator().manual_seed(0)) + 1
+    result, truth = reference.clone(), reference.double()
+    result[at] += 0.25
+    found = compare(result, reference, reference64=lambda: truth)
+    assert (found.ok, found.max_difference) == (False, pytest.approx(0.25, rel=1e-5))
+    rmse = 0.25 * (len(at) / len(reference)) ** 0.5
+    assert f"against float64: RMSE {rmse:.3g} (eager 0), largest error 0.25 (eager 0)" in found.reason
+    assert compare(result, reference, limit=1e-3).ok == (rmse <= 1e-3 * float(truth.square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+def test_what_is_not_finite_in_any_part_of_a_large_tensor_has_its_place(odd):
+    reference = torch.ones(2 * PART)
+    reference[PART + 7] = odd
+    assert compare(reference + 1e-7, reference).ok
+    other = torch.ones(2 * PART)
+    other[PART + 8] = odd
+    assert compare(other, reference).test == "places"
+    assert compare(reference + 0.5, reference).max_difference == 0.5

@@ -31,7 +31,8 @@ AMPLIFIED = 8  # times its error: how far eager may be from float64 where inputs
 # top-k.
 SHAKEN = 1e-3
 NOISE = 2  # neighbours: each is a call of the model, and where it is noise, one will do
-PART = 1 << 18  # elements that are compared at once
+# Elements that are compared at once: they stay in the cache, and one thread does it, which waits for no other one.
+PART = 1 << 15
 HUGE = 2.0**480  # from here on, the sum of the squares of many numbers may be beyond float64
 FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 
@@ -102,38 +103,40 @@ def compare(
     bad = sum(_beyond(one, other, rtol, atol * scale) for one, other in _parts(result, reference))
     if not bad:
         return Comparison(True, "element", difference)
-    res, ref = _finite(result), _finite(reference)
-    failed = (
-        f"{bad} of {ref.numel()} values exceed rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
-    )
+    failed = f"{bad} of {reference.numel()} values exceed rtol {rtol:g}, atol {atol * scale:.3g}"
+    failed += f"; max difference {difference:.3g}"
     # For a float64 output too: what comes before it may be float32, and then eager itself is off.
     truth = reference64() if reference64 is not None else None
     if truth is None:
-        near = itertools.islice(moved(), NOISE) if _may_be_rounding(res, ref, scale) else ()
-        if any(_is_rounding(_real(other), res, ref, scale) for other in near):
+        near = itertools.islice(moved(), NOISE) if _may_be_rounding(result, reference, scale) else ()
+        if any(_is_rounding(_real(other), result, reference, scale) for other in near):
             return Comparison(True, "rounding", difference)
         missing = "" if reference64 is None else "; no float64 reference could be computed"
         return Comparison(False, "element", difference, failed + missing)
     truth = _real(truth)
-    if not bool(truth.isfinite().all()) or truth.shape != ref.shape:
+    if not all(_is_finite(part) for (part,) in _parts(truth)) or truth.shape != reference.shape:
         return Comparison(False, "element", difference, failed)
-    others = (_finite(_real(other)) for other in neighbours())
-    factor = 3.0 if reference.dtype in (torch.float16, torch.bfloat16) or ref.numel() < FEW else 2.0
+    others = map(_real, neighbours())
+    mine, eager = _errors(result, truth), _errors(reference, truth)
+    against = f"against float64: RMSE {mine[0]:.3g} (eager {eager[0]:.3g}), "
+    against += f"largest error {mine[1]:.3g} (eager {eager[1]:.3g})"
+    factor = 3.0 if reference.dtype in (torch.float16, torch.bfloat16) or reference.numel() < FEW else 2.0
     # Further away than rounding explains: in float64 a decision on the way, such as a top-k, was a different one.
-    if _errors(ref, truth)[0] > TRUSTED * _rms(truth, truth.numel()) + tol * scale / 10:
-        is_noise = any(_is_as_far(other, res, ref, factor) for other in itertools.islice(others, NOISE))
-        reason = f"{failed}; against float64: {_said(res, ref, truth)}; eager is too far from float64 for it to decide"
+    if eager[0] > TRUSTED * size_of(truth) + tol * scale / 10:
+        is_noise = any(_is_as_far(other, result, reference, factor) for other in itertools.islice(others, NOISE))
+        reason = f"{failed}; {against}; eager is too far from float64 for it to decide"
         return Comparison(False, "undecided" if is_noise else "float64", difference, reason)
-    is_near = _float64_test(res, ref, truth, atol * scale, tol * scale, factor, others)
-    reason = "" if is_near else f"{failed}; against float64: {_said(res, ref, truth)}"
-    return Comparison(is_near, "float64", difference, reason)
+    of_others = (_errors(other, truth) for other in others)
+    is_near = _float64_test(mine, eager, atol * scale, tol * scale, factor, of_others)
+    return Comparison(is_near, "float64", difference, "" if is_near else f"{failed}; {against}")
 
 
 def _limit_test(
     result: torch.Tensor, reference: torch.Tensor, limit: float, size: float, difference: float
 ) -> Comparison:
     count = reference.numel()
-    apart = [_rms(res.sub_(ref), count) for res, ref in (map(_finite, parts) for parts in _parts(result, reference))]
+    pairs = (map(_finite, parts) for parts in _parts(result, reference))
+    apart = [_rms_and_largest(res.sub_(ref), count)[0] for res, ref in pairs]
     size, away = max(size_of(reference), size), math.hypot(*apart)
     if limit == math.inf or away <= limit * size:
         return Comparison(True, "limit", difference)
@@ -144,25 +147,24 @@ def _limit_test(
 
 
 def _float64_test(
-    res: torch.Tensor,
-    ref: torch.Tensor,
-    truth: torch.Tensor,
+    mine: tuple[float, float],
+    eager: tuple[float, float],
     atol: float,
     tol: float,
     factor: float,
-    neighbours: Iterable[torch.Tensor],
+    neighbours: Iterable[tuple[float, float]],
 ) -> bool:
     """Whether the error of the result is of the size of eager's.
 
     Args:
+        mine, eager: the RMSE and the largest error of each against float64.
         factor: how many times the RMSE of eager.
-        neighbours: of eager's value: one draw of an error that varies from draw to draw is not its size. Drawn one by
-            one until the result is good enough.
+        neighbours: the same of eager's value for other inputs: one draw of an error that varies from draw to draw is
+            not its size. Drawn one by one until the result is good enough.
     """
-    (rmse, worst), (eager_rmse, eager_worst) = _errors(res, truth), _errors(ref, truth)
+    (rmse, worst), (eager_rmse, eager_worst) = mine, eager
     largest = AMPLIFIED * eager_rmse
-    for other in itertools.chain((ref,), neighbours):
-        other_rmse, other_worst = _errors(other, truth)
+    for other_rmse, other_worst in itertools.chain((eager,), neighbours):
         if other_rmse <= largest:  # otherwise a decision was a different one there
             eager_rmse, eager_worst = max(eager_rmse, other_rmse), max(eager_worst, other_worst)
         if rmse <= factor * eager_rmse + tol / 10 and worst <= 10 * eager_worst + atol:
@@ -179,40 +181,49 @@ def _is_as_far(other: torch.Tensor, res: torch.Tensor, ref: torch.Tensor, factor
 def _may_be_rounding(res: torch.Tensor, ref: torch.Tensor, scale: float) -> bool:
     """Whether any neighbour could be as far from the reference as a result is: each one is a call of the model."""
     rmse, worst = _errors(res, ref)
-    return rmse <= 2.0 * SHAKEN * scale and worst <= 10 * SHAKEN * float(ref.abs().max())
+    return rmse <= 2.0 * SHAKEN * scale and worst <= 10 * SHAKEN * _largest(ref)
 
 
 def _is_rounding(other: torch.Tensor, res: torch.Tensor, ref: torch.Tensor, scale: float) -> bool:
     """Whether a result is as far from the reference as a neighbour of it, in which all decisions are the same."""
     if other.shape != ref.shape:
         return False
-    other = _finite(other)
     rmse, worst = _errors(other, ref)
-    is_same = rmse <= SHAKEN * scale and worst <= SHAKEN * float(ref.abs().max())
+    is_same = rmse <= SHAKEN * scale and worst <= SHAKEN * _largest(ref)
     return is_same and _is_as_far(other, res, ref, 2.0)
 
 
-def _said(res: torch.Tensor, ref: torch.Tensor, truth: torch.Tensor) -> str:
-    (rmse, worst), (eager_rmse, eager_worst) = _errors(res, truth), _errors(ref, truth)
-    return f"RMSE {rmse:.3g} (eager {eager_rmse:.3g}), largest error {worst:.3g} (eager {eager_worst:.3g})"
-
-
 def _errors(value: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
-    """The RMSE and the largest error."""
-    away = value - truth
-    return _rms(away, away.numel()), float(away.abs().max())
+    """The RMSE and the largest error. What is not finite counts as zero."""
+    pairs = (map(_finite, parts) for parts in _parts(value, truth))
+    found = [_rms_and_largest(one.sub_(other), value.numel()) for one, other in pairs]
+    return math.hypot(*(rms for rms, _ in found)), max(largest for _, largest in found)
 
 
 def size_of(value: torch.Tensor, below: float = math.inf) -> float:
     """The root mean square of the numbers that are finite and below a limit; others count as zeros."""
-    parts = (_finite(part) for (part,) in _parts(value))
-    return math.hypot(*(_rms(part.masked_fill_(part.abs() >= below, 0.0), value.numel()) for part in parts))
+    found = []
+    for (part,) in _parts(value):
+        part = _finite(part)
+        rms, largest = _rms_and_largest(part, value.numel())
+        if largest >= below:
+            rms, _ = _rms_and_largest(part.masked_fill_(part.abs() >= below, 0.0), value.numel())
+        found.append(rms)
+    return math.hypot(*found)
 
 
-def _rms(value: torch.Tensor, count: int) -> float:
-    """The root of the sum of squares over a count: not of the numbers themselves, whose squares may be infinite."""
-    largest = float(value.abs().max())
-    return largest * math.sqrt(float((value / largest).square_().sum()) / count) if largest else 0.0
+def _largest(value: torch.Tensor) -> float:
+    """The largest magnitude of a finite number."""
+    return max(float(_finite(part).abs_().max()) for (part,) in _parts(value))
+
+
+def _rms_and_largest(value: torch.Tensor, count: int) -> tuple[float, float]:
+    """The root of the sum of squares over a count, and the largest magnitude.
+
+    The squares are not those of the numbers themselves, which may be infinite.
+    """
+    largest = max(map(abs, map(float, value.aminmax())))
+    return largest * math.sqrt(float((value / largest).square_().sum()) / count) if largest else 0.0, largest
 
 
 def _kind(result: torch.Tensor, reference: torch.Tensor) -> str:
@@ -281,11 +292,16 @@ def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     found = 0.0
     for one, other in _parts(a, b):
         difference = one.to(wide).sub(other.to(wide)).abs()
-        found = max(found, float(difference.masked_fill_(~difference.isfinite(), 0.0).max()))
+        largest = float(difference.max())
+        if not math.isfinite(largest):
+            largest = float(difference.masked_fill_(~difference.isfinite(), 0.0).max())
+        found = max(found, largest)
     return found
 
 
 def _special_places(a: torch.Tensor, b: torch.Tensor) -> str:
+    if _is_finite(a) and _is_finite(b):
+        return ""
     if not torch.equal(a.isnan(), b.isnan()):
         return "NaN at different positions than in eager"
     infinite = a.isinf() | b.isinf()
@@ -297,4 +313,9 @@ def _special_places(a: torch.Tensor, b: torch.Tensor) -> str:
 def _finite(value: torch.Tensor) -> torch.Tensor:
     """A copy in float64: differences of float16 values and squares of large float32 values overflow."""
     wide = value.to(torch.float64, copy=True)
-    return wide.masked_fill_(~wide.isfinite(), 0.0)
+    return wide if _is_finite(wide) else wide.masked_fill_(~wide.isfinite(), 0.0)
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Whether all numbers are finite, read once: their extremes are NaN where one of them is."""
+    return all(map(math.isfinite, map(float, value.aminmax())))
