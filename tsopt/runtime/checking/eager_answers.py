@@ -107,7 +107,7 @@ class EagerAnswers:
         self._draws = True  # random numbers, on the example, if that is known
         between = next((inputs for inputs in others if inputs.kind == FIND_MOST[0]), None)
         if known is None or not known._answers_again(first.kind):
-            self._call_seconds = self._ask(model, first, self.state, between)
+            self.call_seconds = self._ask(model, first, self.state, between)
         else:
             self._take(known)
         for inputs in others[: FEW - 1] if few else self._affordable(others):
@@ -119,6 +119,11 @@ class EagerAnswers:
                 why="; ".join(self.skipped)[:300],
                 fix="pass a realistic example_input",
             )
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether a call on the example does."""
+        return self.call_seconds > LONG_CALL
 
     def _answers_again(self, kind: str) -> bool:
         """Whether the model gives the same answers on the example in each call."""
@@ -132,7 +137,7 @@ class EagerAnswers:
     def _take(self, known: EagerAnswers) -> None:
         """The answers on the example, as they were."""
         self.expected.append(known.expected[0])
-        self._call_seconds, self._patience, self._draws = known._call_seconds, known._patience, known._draws
+        self.call_seconds, self._patience, self._draws = known.call_seconds, known._patience, known._draws
         kind = known.expected[0].inputs.kind
         if kind in known._wide:
             self._wide[kind] = known._wide[kind]
@@ -151,11 +156,11 @@ class EagerAnswers:
 
     def _affordable(self, made_up: Sequence[InputSet]) -> list[InputSet]:
         """Those that there is time for, the ones that find most first: each is a call of every candidate, twice."""
-        count = max(FEWEST, int(SECONDS / max(self._call_seconds, 1e-9)))
+        count = max(FEWEST, int(SECONDS / max(self.call_seconds, 1e-9)))
         ranks = {kind: rank for rank, kind in enumerate(FIND_MOST)}
         chosen = {item.kind for item in sorted(made_up, key=lambda item: ranks.get(item.kind, len(ranks)))[:count]}
         if left_out := [item.kind for item in made_up if item.kind not in chosen]:
-            self.skipped.append(f"{', '.join(left_out)}: a call takes {self._call_seconds:.1f} s")
+            self.skipped.append(f"{', '.join(left_out)}: a call takes {self.call_seconds:.1f} s")
         return [item for item in made_up if item.kind in chosen]
 
     def _forget_needless_calls(self) -> None:

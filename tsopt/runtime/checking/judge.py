@@ -9,7 +9,7 @@ from typing import Any
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.precision_names import FP32
-from tsopt.runtime.checking.accuracy import LIMITS, Oracle
+from tsopt.runtime.checking.accuracy import LIMITS, MADE_UP, ONE_CALL, Oracle
 from tsopt.runtime.checking.criterion import Criterion
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 from tsopt.runtime.checking.verdict import Verdict
@@ -50,10 +50,23 @@ class Judge:
         ]
         return [expected.call() for expected in ordinary[:TIMED]]
 
+    @property
+    def takes_long(self) -> bool:
+        """See `EagerAnswers`."""
+        return self.oracle.eager.takes_long
+
     def judge(
-        self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, few: bool = False
+        self,
+        candidate: Callable[..., Any],
+        *,
+        exact: bool = False,
+        precision: str = FP32,
+        few: bool = False,
+        part: str = "",
     ) -> Verdict:
         """See `Oracle.judge`; `few` leaves the other sizes and the criterion out as well.
+
+        ONE_CALL leaves out the other sizes, and MADE_UP the criterion.
 
         Raises:
             Exception: whatever the candidate raises.
@@ -62,14 +75,15 @@ class Judge:
         options: dict[str, Any] = {"exact": exact, "precision": precision}
         if criterion is not None:
             options["tolerance"] = math.inf
-        verdict = self.oracle.judge(candidate, few=few, **options)
-        for item in () if few else self.held_out:
+        verdict = self.oracle.judge(candidate, few=few, part=part, **options)
+        for item in () if few or part == ONE_CALL else self.held_out:
             if not verdict.ok:
                 break
             found = item.oracle.judge(candidate, **options)
             if not found.ok:
                 verdict = replace(found, reason=f"at {item}: {found.reason}")
-        if criterion is None or few or not verdict.ok or not (criterion.is_cheap or self.is_last):
+        is_left_out = few or part == MADE_UP
+        if criterion is None or is_left_out or not verdict.ok or not (criterion.is_cheap or self.is_last):
             return verdict
         judgement = criterion.judge(candidate)
         if judgement.ok:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.accuracy import LIMITS
+from tsopt.runtime.checking.accuracy import LIMITS, MADE_UP
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
@@ -56,12 +57,15 @@ def choose(
     fresh: Callable[[bool], Judge],
     streak: Callable[[Executable], str],
     progress: Progress,
+    *,
+    takes_long: bool = False,
 ) -> Race:
     """The fastest candidate that is right once more, as it was timed and as it is in this process; eager otherwise.
 
     Args:
         fresh: a judge with inputs that the race did not use; only a few of them if it is given True.
         streak: what goes wrong in many calls in a row; empty when nothing does.
+        takes_long: before the rounds, candidates were judged on a single call.
     """
     judges: dict[bool, Judge] = {}
     candidates = {candidate.key: candidate for candidate in maker.settings.candidates}
@@ -71,12 +75,13 @@ def choose(
         progress(f"verify {row.name}")
         candidate, contender = candidates[row.key], contenders[row.key]
         # What is here, or is opened from its files, has been checked; what is compiled once more is another executable.
-        few = isinstance(contender, Executable) or maker.reopens(contender, candidate)
+        few = (isinstance(contender, Executable) or maker.reopens(contender, candidate)) and not takes_long
         if few not in judges:
             judges[few] = fresh(few)
         try:
             others = [item for item in contenders.values() if item is not contender]
-            executable, verdict = _verified(row, candidate, contender, maker, judges[few], others)
+            rest: dict[str, Any] = {"part": MADE_UP} if takes_long else {"few": True}
+            executable, verdict = _verified(row, candidate, contender, maker, judges[few], others, rest)
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
                 status, failure = "wrong", streak(executable)
@@ -90,7 +95,7 @@ def choose(
             new = "" if row.new_sizes is None else f", {row.new_sizes} when each call has new sizes"
             why = f"{row.speedup} as fast as eager{new}"
             why += _level_with(row, faster, candidates) + _why_not_the_largest_gain(row, faster)
-            chosen = replace(row, notes=executable.notes, accuracy=row.accuracy or verdict)
+            chosen = replace(row, notes=executable.notes, accuracy=_wider(row.accuracy, verdict))
             rows = [chosen if r is row else r for r in rows]
             return Race(tuple(rows), row.key, why, executable, candidate, files=maker.files.get(row.key))
         rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
@@ -136,13 +141,23 @@ def _repeated_gain(row: Row) -> float:
 
 
 def _verified(
-    row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge, others: Sequence[Contender]
+    row: Row,
+    candidate: Candidate,
+    contender: Contender,
+    maker: Maker,
+    judge: Judge,
+    others: Sequence[Contender],
+    rest: Mapping[str, Any],
 ) -> tuple[Executable, Verdict]:
-    """The contender in this process, and whether it is right."""
+    """The contender in this process, and whether it is right.
+
+    Args:
+        rest: options of `judge`: what the one that was timed has to be right on, in its own process.
+    """
     timed = None
     if isinstance(contender, Isolated) and not contender.retired:
         # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
-        timed = judge.judge(contender, precision=candidate.precision, few=True)
+        timed = judge.judge(contender, precision=candidate.precision, **rest)
     if timed is None or timed.ok:
         maker.make_room(others)
     executable = maker.here(contender, candidate)
@@ -151,6 +166,11 @@ def _verified(
         executable.tolerance = judge.criterion.tolerance(executable)
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
     return executable, verdict
+
+
+def _wider(before: Verdict | None, last: Verdict) -> Verdict:
+    """The verdict by more input sets."""
+    return last if before is None or len(before.inputs) < len(last.inputs) else before
 
 
 def _why_eager(rows: Sequence[Row]) -> str:

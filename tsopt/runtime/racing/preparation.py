@@ -15,7 +15,7 @@ from tsopt.compiler.protect import protected
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.checking.accuracy import is_exact
+from tsopt.runtime.checking.accuracy import ONE_CALL, is_exact
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait, retire
@@ -325,9 +325,11 @@ class _Preparation:
             return
         with _failing_only_the_candidate(entry):
             exact = is_exact(self.maker.program(candidate), candidate)
-            verdict = self.judge.judge(made, exact=exact, precision=candidate.precision)
+            # Where calls take long, the rest is judged of the winner only: see `choice`.
+            part = ONE_CALL if self.judge.takes_long else ""
+            verdict = self.judge.judge(made, exact=exact, precision=candidate.precision, part=part)
             if not verdict.ok and exact:
-                verdict = self.judge.judge(made)
+                verdict = self.judge.judge(made, part=part)
                 made.notes += ("not bit-equal to eager, which uses different kernels for this model",)
             made.notes += verdict.notes
             entry.row = replace(entry.row, accuracy=verdict)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from tsopt.compiler.calls.example import Example, as_example
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
@@ -86,8 +87,7 @@ def race(
 
     with torch_threads(settings.threads):
         maker = Maker(programs, settings, sandbox)
-        with protected(model, written=captured.state.values()), mode_of(captured):
-            eager_seconds = seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
+        eager_seconds = _eager_seconds(model, captured, judge, settings.threads)
         give_back_memory()  # of capture, and of eager's calls
         early = clock.but_for(FOR_THE_ROUNDS)
         rows, contenders, call_seconds = prepare(maker, judge, early, progress, eager_seconds)
@@ -124,6 +124,7 @@ def race(
                 draw=values_near if why_near(captured) else None,
             ),
             progress,
+            takes_long=judge.takes_long,
         )
     reason = outcomes.stopped(found.rows)
     if reason and settings.warn:
@@ -133,6 +134,15 @@ def race(
         )
     why = f"interrupted, best so far: {found.why}" if was_interrupted else found.why
     return replace(found, why=why, interrupted=was_interrupted, not_isolated_because=maker.not_isolated_because)
+
+
+def _eager_seconds(model: Callable[..., Any], captured: Program, judge: Judge, threads: int | None) -> float:
+    """About how long a call of the model takes. Where that is long, eager's answers have told it already."""
+    is_known = threads is None and not is_on_gpu(judge.inputs[0])  # which answers before it is done
+    if judge.takes_long and is_known:
+        return judge.oracle.eager.call_seconds
+    with protected(model, written=captured.state.values()), mode_of(captured):
+        return seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
 
 
 def _timed_at_new_sizes(
