@@ -398,3 +398,17 @@ def test_a_buffer_that_turns_out_to_be_state_is_no_further_object():
             assert torch.equal(graph(X, buffer), X * buffer)
             buffer.add_(1)
     assert (len(graph.every_fast), graph.refused) == (1, "")
+
+
+def test_of_calls_that_take_long_the_traced_one_is_enough():
+    optimized = []
+    graphs = [taking(seconds, optimized) for seconds in (1.5, 0.01, 0.5, 30.0)]
+    never = taking(0.0, optimized)
+    for graph in graphs:
+        graph.is_timed = True
+    call(graphs, 40.0)
+    assert weigh([*graphs, never], refuse, 2.0) == 2.0
+    assert [graph.share for graph in graphs] == pytest.approx([0.75, 0.005, 0.25, 1.0]), "no more than the call"
+    call(graphs)
+    assert optimized == [1.5, 30.0]
+    assert never.share is None

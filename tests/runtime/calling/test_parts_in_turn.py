@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from tests.runtime.calling.parts import Block, X, optimized
 from tsopt.runtime.calling import graph_parts, partitioned
 from tsopt.runtime.calling.partitioned import PARTS
 from tsopt.runtime.calling.parts_in_turn import Lease
+from tsopt.runtime.checking import eager_answers
 from tsopt.runtime.checking.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -20,8 +23,8 @@ def _all_matter(monkeypatch):
     """No part is left as it is because it takes little of the time; the second one of two is the largest."""
     real = graph_parts.weigh
 
-    def weigh(graphs, timed_call):
-        seconds = real(graphs, timed_call)
+    def weigh(graphs, *how):
+        seconds = real(graphs, *how)
         for number, graph in enumerate(graphs, 1):
             graph.share = number / 10
         return seconds
@@ -123,3 +126,97 @@ def test_graphs_that_turn_up_while_others_have_their_turn_wait_as_well():
         for graph in (*made, late):
             graph(X)
     assert len(tried) == 3
+
+
+class Chaotic(nn.Module):
+    """Two graphs; the Python code between them takes digits that rounding decides, where it is asked to."""
+
+    def __init__(self, magnifies=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.magnifies = nn.Linear(64, 64), nn.Linear(64, 8), magnifies
+
+    def forward(self, x):
+        hidden = self.a(x)
+        torch._dynamo.graph_break()
+        if self.magnifies:
+            hidden = torch.frac(hidden * self.magnifies)
+        return self.b(hidden)
+
+
+WIDE = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def long_calls(monkeypatch):
+    monkeypatch.setattr(eager_answers, "LONG_CALL", 0.0)
+
+
+@pytest.fixture
+def first_is_largest(monkeypatch):
+    def weigh(graphs, *how):
+        for number, graph in enumerate(graphs, 1):
+            graph.is_timed, graph.share = False, 1 / number
+        return 60.0
+
+    monkeypatch.setattr("tsopt.runtime.calling.parts_in_turn.weigh", weigh)
+
+
+FLOAT64 = "check part 1 in float64"
+
+
+@pytest.mark.usefixtures("first_is_largest", "long_calls")
+def test_where_rounding_decides_and_calls_take_long_no_part_is_optimized(made):
+    told = []
+    model = Chaotic(1e7).eval()
+    fast = optimized(model, WIDE, frontend="parts", progress=told.append)
+    assert told == ["eager", FLOAT64]
+    assert [graph.tries for graph in made] == [0, 0]
+    found = fast.report.row(PARTS)
+    assert (fast.backend, found.status) == ("eager", "wrong")
+    assert found.reason.startswith("rounding decides its results: they are wrong with part 1 in float64; output on the")
+    assert "parts 1, 2: not tried: rounding decides its results" in fast.report.text
+    assert torch.equal(fast(WIDE), model(WIDE))
+
+
+@pytest.mark.usefixtures("first_is_largest", "long_calls", "always_faster", "parts_win")
+def test_where_rounding_does_not_decide_all_go_on_as_they_were(made):
+    told = []
+    model = Chaotic().eval()
+    fast = optimized(model, WIDE, frontend="parts", progress=told.append)
+    assert titles(told) == [FLOAT64, "part 1", f"check {PARTS}", "part 2", f"check {PARTS}"]
+    assert [graph.tries for graph in made] == [1, 1]
+    assert fast.backend == "parts"
+    torch.testing.assert_close(fast(WIDE), model(WIDE).detach())
+    assert all(isinstance(graph.forward, MethodType) for graph in made), "as they were made"
+
+
+@pytest.mark.usefixtures("first_is_largest")
+def test_where_calls_are_short_each_part_is_tried():
+    told = []
+    optimized(Chaotic(1e7).eval(), WIDE, frontend="parts", progress=told.append)
+    assert FLOAT64 not in told
+    assert "part 1 of 2" in told
+
+
+@pytest.mark.usefixtures("first_is_largest", "long_calls")
+def test_a_model_that_refuses_what_float64_gives_says_nothing():
+    class Strict(Chaotic):
+        def forward(self, x):
+            hidden = self.a(x)
+            torch._dynamo.graph_break()
+            if not torch.equal(hidden, self.a(x)):
+                raise ValueError("not what it was")
+            return self.b(hidden)
+
+    told = []
+    optimized(Strict().eval(), WIDE, frontend="parts", progress=told.append)
+    assert told[: told.index(FLOAT64) + 2][-1].startswith("part ")
+
+
+@pytest.mark.usefixtures("long_calls")
+def test_without_a_part_that_matters_none_is_computed_in_float64(monkeypatch):
+    monkeypatch.setattr("tsopt.runtime.calling.parts_in_turn.weigh", lambda graphs, *how: 1.0)
+    told = []
+    optimized(Chaotic().eval(), WIDE, frontend="parts", progress=told.append)
+    assert not any("float64" in text for text in told)

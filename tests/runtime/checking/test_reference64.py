@@ -7,6 +7,7 @@ from torch import nn
 import tsopt
 from tsopt.runtime.checking import eager_answers
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.reference64 import rounded_from_float64
 
 
 class Twofold(nn.Module):
@@ -80,3 +81,62 @@ def test_rounding_of_kernels_that_only_eager_has_is_told_from_another_function(m
     assert verdict.ok is is_right
     assert "float64" in (verdict.test if is_right else verdict.reason)
     assert model.scale.dtype == torch.float32
+
+
+def seen_as(called, *args):
+    """What it returns as it is, and rounded from float64."""
+    torch.manual_seed(0)
+    plain = called(*args)
+    torch.manual_seed(0)
+    return plain, rounded_from_float64(called, args, 60.0)
+
+
+X = torch.rand(64, generator=torch.Generator().manual_seed(0))
+
+
+def test_results_are_rounded_from_float64_where_these_are_near():
+    plain, found = seen_as(lambda x: ((x + 100) - 100, x * 2, x > 0.5), X)
+    assert not torch.equal(plain[0], X)
+    assert torch.equal(found[0], X), "in float64 the sum loses nothing"
+    assert all(map(torch.equal, plain[1:], found[1:]))
+
+
+def far(x):
+    return (x + 1e7) - 1e7
+
+
+def drawn(x):
+    return x * torch.rand(64) + (x + 100) - 100
+
+
+def refused(x):
+    if x.dtype == torch.float64:
+        raise TypeError("no float64")
+    return (x + 100) - 100
+
+
+@pytest.mark.parametrize("called", [far, drawn, refused])
+def test_results_stay_that_float64_says_nothing_about(called):
+    assert torch.equal(*seen_as(called, X))
+
+
+def test_float64_has_its_time():
+    scale = torch.ones(64)
+    assert torch.equal(rounded_from_float64(without_end, (X, scale), 0.05), exactly(X, scale))
+
+
+def test_a_result_that_is_a_view_of_another_stays_one():
+    def called(x):
+        y = (x + 100) - 100
+        return y, y[:8]
+
+    whole, part = rounded_from_float64(called, (X,), 60.0)
+    assert torch.equal(whole, X)
+    assert part.data_ptr() == whole.data_ptr()
+
+
+def test_weights_that_are_returned_are_not_written():
+    weight = nn.Parameter(torch.ones(64))
+    with torch.no_grad():
+        rounded_from_float64(lambda x, w: (x * w, w, w.view(8, 8)), (X, weight), 60.0)
+    assert weight._version == 0

@@ -42,7 +42,7 @@ SPENT = "left as it is for further objects: the time for all parts is spent"
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
-def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
+def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float], known: float | None = None) -> float:
     """Finds which share of the time of a call each graph takes; those that matter little are left as they are.
 
     These are all that take next to none, and the smallest ones where the others take most of the time of all graphs.
@@ -51,18 +51,19 @@ def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
     Args:
         graphs: a call may add some: these, and those that it does not reach, are not weighed.
         timed_call: calls the model and returns the seconds.
+        known: seconds of a call that takes long: the graphs have been timed as they were traced, which is enough then.
     """
     weighed = list(graphs)
     spent: list[float] = []
     while len(spent) < CALLS and sum(spent) <= CALL_SECONDS:
-        for graph in weighed:
+        for graph in weighed if known is None else ():
             graph.is_timed, graph.seconds = True, 0.0
-        seconds = timed_call()
+        seconds = known or timed_call()
         for graph in graphs:
             graph.is_timed = False
         for graph in weighed:
             if graph.seconds:
-                graph.share = max(graph.share or 0.0, graph.seconds / seconds / graph.objects)
+                graph.share = max(graph.share or 0.0, min(1.0, graph.seconds / seconds) / graph.objects)
         spent.append(seconds)
     _leave_the_small([graph for graph in weighed if graph.share is not None])
     return min(spent)
@@ -124,6 +125,7 @@ class Graph:
     Attributes:
         refused: why it was not optimized.
         seconds: that it has run for, unchanged, while `is_timed`.
+        forward: runs it unchanged.
         share: of the time of a call, with the weights of one object; None if that is not known.
         late: seconds of a call of the model, for a graph that turned up when the others had been weighed: its first
             call weighs it.
@@ -148,7 +150,7 @@ class Graph:
         self.late: float | None = None
         self.has_room: Callable[[], bool] = lambda: True
         self._is_left = self.waits = False
-        self._forward = graph.forward  # not the module, which prints what it raises
+        self.forward = graph.forward  # not the module, which prints what it raises
         self._writes = silently_written(graph.graph)
         self._place = next(filter(None, (origin_in(node.meta).get("source") for node in graph.graph.nodes)), "")
         self._changes, self._vain, self._losses = changes, changes, LOSSES
@@ -156,7 +158,7 @@ class Graph:
         self.known = {} if known is None else known  # by what decides about them
         self.refused = ""
         self._objects: set[tuple[int, ...]] = set()  # the parameters of those that called it while it was timed
-        self._constants = Constants(self._forward, self._writes)
+        self._constants = Constants(self.forward, self._writes)
         self._forms = Forms()
         self._served: Form | None = None  # what served the last call: other threads read it at once
         self._tried = self._is_closed = False  # whether it was ever optimized; whether it is not, for other weights
@@ -206,7 +208,7 @@ class Graph:
         self._forms.release()
 
     def _as_it_is(self, *args: Any) -> Any:
-        found = self._forward(*args)
+        found = self.forward(*args)
         if self._writes:
             unseen_writes.written(args[i] for i in self._writes if not isinstance(args[i], nn.Parameter))
         return found

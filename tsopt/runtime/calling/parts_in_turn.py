@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
@@ -13,7 +14,10 @@ from tsopt.errors import CaptureError
 from tsopt.runtime.calling import dynamo_regions
 from tsopt.runtime.calling.graph_parts import FOR_ALL, MOST_LATER, Graph, Purse, weigh
 from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.checking.reference64 import rounded_from_float64
 from tsopt.runtime.racing.contenders import Progress
+
+PATIENCE = 10.0  # times as long as a call of the model: the time for its largest part in float64
 
 # A graph, an example of its inputs, the seconds that may be spent, and the callback that is told each step.
 OptimizePart = Callable[[Callable[..., Any], Example, float | None, Progress], Optimized]
@@ -77,9 +81,12 @@ class Parts:
         late = [graph for graph in self.graphs[self._weighed :] if graph.is_wanted]
         return sum(max(graph.tries, 1) for graph in late) <= MOST_LATER
 
-    def weigh(self, timed_call: Callable[[], float]) -> None:
-        """Finds out which graphs are worth optimizing; those that turn up from now on are late."""
-        self.call_seconds = weigh(self.graphs, timed_call)
+    def weigh(self, timed_call: Callable[[], float], known: float | None = None) -> None:
+        """Finds out which graphs are worth optimizing; those that turn up from now on are late.
+
+        Args: see `graph_parts.weigh`.
+        """
+        self.call_seconds = weigh(self.graphs, timed_call, known)
         self._weighed = len(self.graphs)
 
     def in_turn(self) -> Iterator[bool]:
@@ -87,13 +94,41 @@ class Parts:
 
         The largest one takes the most time to optimize, and is the most likely one to make the model wrong.
         """
-        wanted = [graph for graph in self.graphs if graph.is_wanted]
+        wanted = self._wanted
         if len(wanted) > 1:
-            largest = max(wanted, key=lambda graph: (graph.share or 0.0) * graph.objects)
-            self._hold_back([graph for graph in self.graphs if graph is not largest])
+            self._hold_back([graph for graph in self.graphs if graph is not wanted[0]])
             yield False
         self._hold_back([])
         yield True
+
+    @property
+    def _wanted(self) -> list[Graph]:
+        """Those that are worth optimizing, the largest first."""
+        wanted = [graph for graph in self.graphs if graph.is_wanted]
+        return sorted(wanted, key=lambda graph: -(graph.share or 0.0) * graph.objects)
+
+    @contextmanager
+    def largest_in_float64(self) -> Iterator[str]:
+        """In which no graph is optimized, and the largest one computes in float64; its name, or nothing without one."""
+        wanted = self._wanted
+        if not wanted:
+            yield ""
+            return
+        largest = wanted[0]
+        as_it_is = largest.forward
+        self._hold_back(self.graphs)
+        seconds = PATIENCE * (self.call_seconds or 0.0)
+        largest.forward = lambda *args: rounded_from_float64(as_it_is, args, seconds)
+        try:
+            yield f"part {self.graphs.index(largest) + 1}"
+        finally:
+            largest.forward = as_it_is
+            self._hold_back([])
+
+    def leave_all(self, reason: str) -> None:
+        """None of the graphs is optimized."""
+        for graph in self._wanted:
+            graph.leave(reason)
 
     def _hold_back(self, some: Sequence[Graph]) -> None:
         self._is_holding_back = bool(some)  # also those that turn up meanwhile

@@ -15,8 +15,11 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.watching_mode import WatchingMode
+from tsopt.runtime.checking.compare import TOLERANCES, bit_equal, size_of
 from tsopt.runtime.checking.decisions import values_behind
+from tsopt.runtime.checking.time_limits import at_most
 
 log = logging.getLogger("tsopt")
 
@@ -72,6 +75,38 @@ def called_in_float64(model: Callable[..., Any], call: Example) -> list[torch.Te
         log.debug("the model does not compute in float64: %s: %s", type(error).__name__, error)
         return None
     return list(leaves)
+
+
+def rounded_from_float64(called: Callable[..., Any], args: Sequence[Any], seconds: float) -> Any:
+    """What a function returns for tensors, with each number computed in float64 and rounded once where that is near it.
+
+    What is further away than the element test allows stays: more than rounding is behind it. So does all of it where
+    the function draws random numbers, or does not compute in float64 in so many seconds.
+    """
+    before, wide = RandomState.now(), None
+    try:
+        with torch.no_grad(), at_most(seconds), _Wide():
+            wide = called(*_wide(tuple(args)))
+    except Exception as error:  # see `called_in_float64`
+        log.debug("a part of the model does not compute in float64: %s: %s", type(error).__name__, error)
+    draws = not before.is_current()
+    before.restore()
+    found = called(*args)
+    for value, exact in zip(tree_leaves(found), tree_leaves(wide), strict=False) if not draws else ():
+        if _is_narrow(value) and isinstance(exact, torch.Tensor) and exact.shape == value.shape:
+            _approach(value, exact.to(value.dtype))
+    return found
+
+
+def _approach(value: torch.Tensor, exact: torch.Tensor) -> None:
+    """Gives numbers other values that are near them: in place, for the sake of views.
+
+    Not where nothing is to be changed, as of a weight that is returned as it is.
+    """
+    if value.dtype in TOLERANCES and not bit_equal(exact, value) and 0 not in value.stride():
+        rtol, atol, _ = TOLERANCES[value.dtype]
+        size = size_of(torch.view_as_real(value) if value.is_complex() else value)
+        value.copy_(exact.where(exact.isclose(value, rtol, atol * size), value))
 
 
 class _Wide(WatchingMode):
