@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import random
+import subprocess
+import sys
 import threading
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,11 +17,13 @@ from torch import nn
 
 import tsopt
 from tsopt.compiler.outside import Outside, kept_outside
+from tsopt.compiler.protect import protected
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
 SEEN, TABLES, NAMED = [torch.ones(3)], {"seen": []}, collections.defaultdict(list)
 LAST = None
+MODULES = sys.modules
 QUEUE = collections.deque(maxlen=3)
 LATEST = collections.OrderedDict(first=torch.ones(1), second=torch.zeros(1))
 
@@ -93,6 +98,80 @@ def test_optimize_leaves_what_a_call_keeps_outside_as_it_was(always_faster, func
     with kept_outside(function):
         function(X)
         assert state() != before
+
+
+def by_its_name(x):
+    return x + 1 if "no such module" in sys.modules else x.relu()
+
+
+def by_another_name(x):
+    return x + 1 if "no such module" in MODULES else x.relu()
+
+
+class InAnAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.modules_of_python = sys.modules
+
+    def forward(self, x):
+        return by_another_name(x) if self.modules_of_python else x
+
+
+class Lazy(ModuleType):
+    """Imports what it holds on demand, as packages do whose modules take long."""
+
+
+LAZY = Lazy("lazy")
+
+
+def from_a_lazy_module(x):
+    return x.relu() * LAZY.factor
+
+
+@pytest.mark.parametrize("model", [by_its_name, by_another_name, InAnAttribute().eval()])
+def test_modules_that_are_imported_meanwhile_stay(model, monkeypatch):
+    """What tsopt imports itself is most of torch."""
+    with monkeypatch.context() as patch, kept_outside(model), protected(model):
+        patch.setitem(sys.modules, "imported_meanwhile", Lazy("imported_meanwhile"))
+    assert "imported_meanwhile" not in sys.modules
+    with kept_outside(model), protected(model):
+        sys.modules["imported_meanwhile"] = Lazy("imported_meanwhile")
+    assert sys.modules.pop("imported_meanwhile")
+
+
+def test_so_does_what_a_module_imports_on_demand(monkeypatch):
+    monkeypatch.setattr(LAZY, "factor", 2.0, raising=False)
+    with kept_outside(from_a_lazy_module):
+        monkeypatch.setattr(LAZY, "other", 3.0, raising=False)
+    assert LAZY.other == 3.0
+
+
+def test_a_first_optimize_leaves_torch_as_it_is_in_a_process_that_compiles_by_itself_afterwards(tmp_path):
+    """In a process of its own: in this one, all that tsopt imports has been imported."""
+    script = tmp_path / "first.py"
+    script.write_text(FIRST)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("right\n", 0), done.stderr
+
+
+FIRST = """
+import sys, torch, tsopt
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x + 1 if "jax" in sys.modules else x).relu()
+
+net, x = Net().eval(), torch.randn(2, 8)
+fast = tsopt.optimize(net, x, seconds=0.05, isolate=False, cache=False, backends=("torchscript",))
+compiled = torch.compile(net, backend="eager")
+torch.testing.assert_close(compiled(x), fast(x))
+torch.export.export(net, (x,))
+print("right")
+"""
 
 
 @pytest.mark.filterwarnings("ignore:tsopt")

@@ -7,10 +7,11 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import PurePath
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ LEAVES: tuple[Any, ...] = (
     type(None),
     torch.Tensor,
     nn.Module,
+    ModuleType,
     type,
     *weakref.ProxyTypes,
 )
@@ -42,11 +44,13 @@ class Contents:
 
     Args:
         values: where to begin.
+        of_process: see there; what Python itself holds for the process is left out in any case.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[Any], of_process: Iterable[int] = ()) -> None:
         self._held: list[tuple[Any, Any, bool]] = []  # with whether it belongs to an object
         self._states: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
+        known = {*of_process, *process_wide()}
         seen: set[int] = set()
         todo = deque((value, False) for value in values)
         end = len(todo) + MOST
@@ -57,6 +61,8 @@ class Contents:
                 continue
             seen.add(id(value))
             if issubclass(kind, CONTAINERS):
+                if id(value) in known:
+                    continue
                 content = _content(value)
                 self._held.append((value, content, of_object))
                 inner = content.values() if isinstance(content, dict) else content
@@ -102,6 +108,16 @@ def is_plain(value: Any) -> bool:
     cls = type(value)
     has_namespace = bool(cls.__flags__ & HEAP_TYPE) and bool(cls.__dictoffset__)
     return has_namespace and not is_library(cls.__module__) and type(vars(value)) is dict
+
+
+def process_wide(places: Iterable[tuple[Mapping[str, Any], str]] = ()) -> set[int]:
+    """The ids of what Python or torch holds for the whole process, as `sys.modules`: it grows whatever a model does.
+
+    Args:
+        places: namespaces and names that code reads from them. Of libraries, what is there is theirs.
+    """
+    theirs = [at[name] for at, name in places if name in at and is_library(at.get("__name__"))]
+    return {id(value) for value in (*theirs, *vars(sys).values())}
 
 
 def package_of(module: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tsopt.compiler.contents import Contents, holds_tensor, is_library
+from tsopt.compiler.contents import Contents, holds_tensor, is_library, process_wide
 from tsopt.compiler.model_reads import Reads, content_of, reads_of
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.places import ABSENT
@@ -34,7 +34,7 @@ class Outside:
         ]
         self._cells = [(cell, cell.cell_contents) for cell in reads.cells]
         values = [value for *_, value in (*self._globals, *self._classes, *self._cells)]
-        self._contents = Contents([*values, *reads.objects])
+        self._contents = Contents([*values, *reads.objects], process_wide(reads.places))
 
     def put_back(self) -> bool:
         """Restores what has changed. Returns whether anything was."""

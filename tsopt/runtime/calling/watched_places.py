@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.calls.snapshot import elements_of, slot_names
-from tsopt.compiler.contents import HEAP_TYPE, is_library
+from tsopt.compiler.contents import HEAP_TYPE, process_wide
 from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, content_of
 from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name, readable, values_of
 
@@ -53,8 +53,7 @@ class WatchedPlaces:
         self.whole = [table for table in self.tables if all(name in table for name in OWN)]
         self.known: list[frozenset[str]] = []
         self._seen: set[int] = set()
-        # What Python or torch holds for the whole process, as `sys.modules`, grows whatever the model does.
-        self._of_process = {id(at[name]) for at, name in reads.places if is_library(at.get("__name__"))}
+        self._of_process = process_wide(reads.places)
         held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
         for module in reads.modules:
             table = module.__dict__
