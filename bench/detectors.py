@@ -139,6 +139,8 @@ def roi_align(
     ]
     for number, picture in enumerate(features):
         own = (boxes[:, 0] == number).nonzero()[:, 0]
+        if not len(own):
+            continue
         x, y = (place[own] for place in places)
         across = (2 * x / (picture.shape[2] - 1) - 1)[:, None].expand(-1, height * samples, -1)
         down = (2 * y / (picture.shape[1] - 1) - 1)[:, :, None].expand(-1, -1, width * samples)
