@@ -98,3 +98,27 @@ def test_caches_that_a_server_has_frozen_before_it_forks_are_found(way):
     program = tsopt.capture(model, x)
     torch.testing.assert_close(program.module()(x)[0], model.linear(x) + torch.arange(4.0))
     torch.testing.assert_close(model(x), program.module()(x)[0])
+
+
+class Table:
+    """What a model keeps in an attribute of a class, which has none at first."""
+
+
+class FromAClass(nn.Module):
+    def forward(self, x):
+        if not hasattr(Table, "values"):
+            Table.values = torch.arange(4.0)
+        return x + Table.values
+
+
+def test_a_class_loses_what_a_capture_has_given_it_by_its_own_means():
+    """Python goes on reading from a cache what only the dict of a class has lost, and crashes."""
+    model, x = FromAClass().eval(), torch.randn(2, 4)
+    program = tsopt.capture(model, x)
+    found = getattr(Table, "values", None)
+    assert found is None or type(found) is torch.Tensor
+    torch.testing.assert_close(program.module()(x)[0], x + torch.arange(4.0))
+    torch.testing.assert_close(model(x), x + torch.arange(4.0))
+    del Table.values
+    assert not hasattr(Table, "values")
+    torch.testing.assert_close(model(x), x + torch.arange(4.0))

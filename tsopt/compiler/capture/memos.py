@@ -50,8 +50,12 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
                 holder.cache_clear()
                 found = True
             elif type(holder) is dict:
+                cls = _class_with(holder)
                 for key in [key for key, value in holder.items() if value is item]:
-                    del holder[key]
+                    if cls is None:
+                        del holder[key]
+                    else:  # Python would go on reading from a cache what only its dict has lost
+                        type.__delattr__(cls, key)
                     found = True
             elif type(holder) in (tuple, list) and id(holder) not in seen:
                 seen.add(id(holder))
@@ -61,6 +65,18 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
                     holder[:] = [value for value in holder if not _is_left(value)]
                     found = True
     return found
+
+
+def _class_with(namespace: dict[Any, Any]) -> type | None:
+    """The class whose attributes are in a dict; None for any other dict."""
+    todo, seen = [object], set[int]()
+    while todo and "__module__" in namespace:
+        cls = todo.pop()
+        if any(held is namespace for held in gc.get_referents(vars(cls))):
+            return cls
+        todo += [other for other in type.__subclasses__(cls) if id(other) not in seen]
+        seen |= {*map(id, todo)}
+    return None
 
 
 def _is_left(value: Any) -> bool:
