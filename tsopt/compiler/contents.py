@@ -205,17 +205,17 @@ def _restore(held: Any, content: Any, only_tensors: bool) -> bool:
             if key in content:
                 plain.__setitem__(held, key, content[key])
             else:
-                _without(held, key)
+                take_key(held, key)
         if not only_tensors and any(a is not b for a, b in zip_longest(items_of(held), content)):
             for key, value in content.items():  # which are gone, or in another order; never all at once
-                _without(held, key)
+                take_key(held, key)
                 plain.__setitem__(held, key, value)
         return bool(wrong) or not only_tensors
     if only_tensors:
         known = set(map(id, content))
         wrong = [value for value in now if id(value) not in known and holds_tensor(value)]
         for value in wrong:
-            _remove(held, value)
+            take_value(held, value)
         return bool(wrong)
     if isinstance(held, list):
         list.__setitem__(held, slice(None), content)
@@ -228,13 +228,14 @@ def _restore(held: Any, content: Any, only_tensors: bool) -> bool:
     return True
 
 
-def _without(held: dict[Any, Any], key: Any) -> None:
+def take_key(held: dict[Any, Any], key: Any) -> None:
+    """Takes an item out of a dict, past what its class does when that happens."""
     with suppress(KeyError):  # another thread has removed it
         dict_class(held).__delitem__(held, key)
 
 
-def _remove(held: Any, value: Any) -> None:
-    """Takes one object out of a list, deque or set; equality says nothing of tensors."""
+def take_value(held: Any, value: Any) -> None:
+    """Takes an object out of a list, deque or set; equality says nothing of tensors."""
     if isinstance(held, set):
         set.discard(held, value)
         return

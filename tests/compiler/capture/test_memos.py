@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import OrderedDict, deque
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import tsopt
+from tsopt.compiler.outside import Outside
 
 TABLE: dict[int, torch.Tensor] = {}
 NESTED: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {"tables": {}}
@@ -122,3 +126,41 @@ def test_a_class_loses_what_a_capture_has_given_it_by_its_own_means():
     del Table.values
     assert not hasattr(Table, "values")
     torch.testing.assert_close(model(x), x + torch.arange(4.0))
+
+
+class Slotted:
+    __slots__ = ("table",)
+
+
+class Plain:
+    """Its attributes are in no dict for as long as nobody asks for one."""
+
+
+HELD: dict[str, Any] = {}
+
+
+class Keeping(nn.Module):
+    """Keeps a table in whatever is there, once."""
+
+    def forward(self, x):
+        holder, table = HELD["it"], torch.arange(4.0)
+        if isinstance(holder, (set, deque)):
+            keep = getattr(holder, "add", None) or holder.append
+            if not holder:
+                keep(table)
+        elif isinstance(holder, dict):
+            holder.setdefault("table", table)
+        elif not hasattr(holder, "table"):
+            holder.table = table
+        return x + table
+
+
+@pytest.mark.parametrize("kind", [Slotted, Plain, set, deque, OrderedDict])
+def test_no_tensor_of_the_tracer_stays_wherever_it_is_kept(kind, monkeypatch):
+    monkeypatch.setattr(Outside, "put_back", lambda self: False)  # which takes back what it knows of
+    holder = HELD["it"] = kind()
+    try:
+        tsopt.capture(Keeping().eval(), torch.randn(2, 4))
+        assert not any(type(item) is FakeTensor for item in gc.get_referents(holder))
+    finally:
+        HELD.clear()

@@ -9,12 +9,16 @@ import functools
 import gc
 import sys
 import weakref
+from collections import deque
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tsopt.compiler.calls.snapshot import attributes_of, items_of
+from tsopt.compiler.contents import is_library, take_key, take_value
+
 MOST = 64  # tensors that are looked for: each search goes through all objects of the process
-HOLDERS = (functools._lru_cache_wrapper, dict, list)  # what can have got a tensor since it was frozen
+HOLDERS = (functools._lru_cache_wrapper, dict, list, set, deque)  # what can have got a tensor since it was frozen
 LEAVES = (str, bytes, int, float, bool, type(None))
 
 
@@ -46,25 +50,44 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
         wave, todo = todo, []
         seen |= {id(wave), id(todo)}
         for item, holder in _held_by(wave, frozen):
-            if isinstance(holder, functools._lru_cache_wrapper):
+            kind = type(holder)
+            if issubclass(kind, functools._lru_cache_wrapper):
                 holder.cache_clear()
                 found = True
-            elif type(holder) is dict:
-                cls = _class_with(holder)
-                for key in [key for key, value in holder.items() if value is item]:
-                    if cls is None:
-                        del holder[key]
-                    else:  # Python would go on reading from a cache what only its dict has lost
-                        type.__delattr__(cls, key)
-                    found = True
-            elif type(holder) in (tuple, list) and id(holder) not in seen:
+            elif issubclass(kind, dict):
+                found |= _taken_from_dict(holder, item)
+            elif issubclass(kind, (set, deque)):
+                take_value(holder, item)
+                found = True
+            elif kind in (tuple, list) and id(holder) not in seen:
                 seen.add(id(holder))
-                if type(holder) is tuple or all(map(_is_left, holder)):
+                if kind is tuple or all(map(_is_left, holder)):
                     todo.append(holder)
                 else:  # somebody collects in it what is not a tracer's
                     holder[:] = [value for value in holder if not _is_left(value)]
                     found = True
+            elif not issubclass(kind, (tuple, list)) and not is_library(kind.__module__):
+                found |= _taken_from_object(holder, item)
     return found
+
+
+def _taken_from_dict(held: dict[Any, Any], item: Any) -> bool:
+    cls = _class_with(held)
+    keys = [key for key, value in items_of(held).items() if value is item]
+    for key in keys:
+        if cls is None:
+            take_key(held, key)
+        else:  # Python would go on reading from a cache what only its dict has lost
+            type.__delattr__(cls, key)
+    return bool(keys)
+
+
+def _taken_from_object(holder: Any, item: Any) -> bool:
+    """From its slots, or its attributes: as long as nobody asks for its dict, Python keeps them without one."""
+    names = [name for name, value in attributes_of(holder).items() if value is item]
+    for name in names:
+        object.__delattr__(holder, name)
+    return bool(names)
 
 
 def _class_with(namespace: dict[Any, Any]) -> type | None:
