@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import sys
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import PurePath
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -118,6 +119,11 @@ def process_wide(places: Iterable[tuple[Mapping[str, Any], str]] = ()) -> set[in
     """
     theirs = [at[name] for at, name in places if name in at and is_library(at.get("__name__"))]
     return {id(value) for value in (*theirs, *vars(sys).values())}
+
+
+def behind_proxy(value: Any) -> Any:
+    """The dict that a read-only view of one (`types.MappingProxyType`) shows; anything else is itself."""
+    return gc.get_referents(value)[0] if type(value) is MappingProxyType else value
 
 
 def package_of(module: Any) -> str:

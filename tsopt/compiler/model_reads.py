@@ -20,7 +20,7 @@ from torch import nn
 
 from tsopt.compiler.calls.snapshot import Wrapper, elements_of, in_slots
 from tsopt.compiler.code_names import imported_by, names_in
-from tsopt.compiler.contents import HEAP_TYPE, is_installed, is_library, package_of
+from tsopt.compiler.contents import HEAP_TYPE, behind_proxy, is_installed, is_library, package_of
 from tsopt.compiler.places import ABSENT, InContext, InThread, OfClass
 
 SEARCHED = 4000  # containers and objects that are looked through
@@ -68,6 +68,7 @@ class Reads:
         functions: that do not come with torch.
         objects: plain ones, whose attributes its functions may read, and hooks.
         held: values that functions compute with beside their arguments: defaults, arguments of partial functions.
+        namespaces: of the classes that do not come with torch or Python, which may gain what code has not found there.
     """
 
     names: set[str] = field(default_factory=set)
@@ -78,6 +79,7 @@ class Reads:
     functions: list[FunctionType] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
+    namespaces: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def reads_of(model: Any) -> Reads:
@@ -160,6 +162,7 @@ class _Search:
         """Code and modules below what code computes with: in a list, or in the attributes of an object."""
         if isinstance(value, LEAVES) or self._searched >= SEARCHED:
             return
+        value = behind_proxy(value)
         cls = type(value)
         if isinstance(value, Wrapper):  # a hybrid of an object
             self._value(value.__wrapped__)  # type: ignore[attr-defined]
@@ -197,6 +200,7 @@ class _Search:
         if type(cls) is not type:
             self._class(type(cls), is_held=True)
         of_users = [base for base in _made_of(cls) if not is_library(base.__module__)]
+        self.found.namespaces += [vars(base) for base in of_users if self._is_new(base, "namespace")]
         own = [base for base in of_users if not is_installed(base.__module__)]
         with_code = is_held or bool(own)
         bases = _made_of(cls) if issubclass(cls, nn.Module) else of_users  # `forward` of torch's modules calls others

@@ -14,6 +14,7 @@ from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from tsopt.compiler.model_reads import LEAVES, Reads, content_of, reads_of
@@ -72,7 +73,7 @@ class Watch:
         self._classes = [getattr(cls, name) for cls, name in found.classes]
         self._cells = [content_of(cell) for cell in found.cells]
         self._all = Kept([*self._held, *self._values, *self._classes, *self._cells, *self._of_functions()])
-        self._sizes = [*map(len, found.tables)]
+        self._sizes, self._bytes = [*map(len, found.tables)], [array.tobytes() for array in found.arrays]
         self._keys, self._lengths = Kept([*chain.from_iterable(found.keyed)]), [*map(len, found.sized)]
         # Tensors by what holds them: whatever code reads, however it is reached.
         held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
@@ -94,6 +95,7 @@ class Watch:
                 and not any(found.empty)
                 and (not found.sized or self._are_sized())
                 and [*map(len, found.tables)] == self._sizes
+                and (not found.arrays or [array.tobytes() for array in found.arrays] == self._bytes)
                 and [*map(type, found.typed)] == self._types
                 # Equal ones are as good: what they hold is compared at each call.
                 and [*map(_own, found.whole)] == self._own
@@ -204,7 +206,7 @@ class Watch:
             for (place, name), before in zip(found.slots, self._values, strict=True)
             if id(place) not in outside and not alike(place.get(name, ABSENT), before)
         ]
-        names += self._gained(outside=False)
+        names += self._gained(outside=False) + ["a numpy array"] * (len(self._unwritten()) < len(found.arrays))
         lengths = zip(found.sized, self._lengths, strict=True)
         names += [f"a {kind_of(held)}" for held, size in lengths if len(held) != size and id(held) not in outside]
         return names
@@ -238,6 +240,10 @@ class Watch:
         asked = ((table, known) for table, known in tables if (id(table) in found.outside) == outside)
         return [repr(name) for table, known in asked for name in table if name not in known and name in self.asks]
 
+    def _unwritten(self) -> list[np.ndarray]:
+        arrays = zip(self._found.arrays, self._bytes, strict=True)
+        return [array for array, before in arrays if array.tobytes() == before]
+
     def leave_out_changes(self) -> None:
         """What differs now, tensors apart, was changed by the model's own call: it does not count any more."""
         found = self._found
@@ -263,7 +269,7 @@ class Watch:
         out |= {id(held) for held, size in zip(found.sized, self._lengths, strict=True) if len(held) != size}
         found.keyed = [held for held in found.keyed if id(held) not in out]
         found.sized = [held for held in found.sized if id(held) not in out]
-        found.containers, found.slots = kept, slots
+        found.containers, found.slots, found.arrays = kept, slots, self._unwritten()
         found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
         found.empty = [table for table in found.empty if not table]
         found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if alike(content_of(c), before)]
@@ -285,6 +291,7 @@ class Watch:
         dicts = {id(held) for held in found.keyed}
         same = (
             self._marks.hold()
+            and len(self._unwritten()) == len(found.arrays)
             and not self._gained(outside=True)
             and not self._gained(outside=False)
             and [*map(type, found.typed)] == self._types

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Mapping
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from tsopt.compiler.calls.snapshot import elements_of, slot_names
-from tsopt.compiler.contents import HEAP_TYPE, process_wide
+from tsopt.compiler.contents import HEAP_TYPE, behind_proxy, process_wide
 from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, content_of
 from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name, readable, values_of
 
 CONTENTS = 64  # values in a container that is compared at each call; of longer ones, it is how many
 MOST = 512  # and how many containers and objects, those apart that modules, functions and globals hold themselves
 MOST_TENSORS = 512  # in long containers: each costs time at each call
+ARRAY = 4096  # bytes of a numpy array that is compared at each call
+WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code reads what they wrap
 OWN = (*TABLES, *HOOKS, "training")  # of each module
 ORDERED = ("_modules", *HOOKS)  # tables whose order counts
 Slot = tuple[Mapping[str, Any], str]
@@ -29,6 +32,7 @@ class WatchedPlaces:
     containers: lists, and dicts whose values count: tables of parameters, buffers, modules, and of hooks.
     empty: tables that held nothing.
     slots: single values in dictionaries.
+    arrays: small ones of numpy, which are compared by value.
     tensors: what containers hold, long ones too.
     keyed, sized: containers that are not a module's own: dicts, whose keys count, and all, whose lengths do.
     long: those of `sized` whose values are too many to be compared at each call.
@@ -52,6 +56,7 @@ class WatchedPlaces:
         self.tables: list[Mapping[str, Any]] = [module.__dict__ for module in reads.modules]
         self.whole = [table for table in self.tables if all(name in table for name in OWN)]
         self.known: list[frozenset[str]] = []
+        self.arrays: list[np.ndarray] = []
         self._seen: set[int] = set()
         self._of_process = process_wide(reads.places)
         held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
@@ -72,6 +77,7 @@ class WatchedPlaces:
         values += [getattr(cls, name) for cls, name in self.classes]
         values += [content_of(cell) for cell in self.cells]
         self._below([*values, *reads.objects, *reads.held], reads.names)
+        self.tables += reads.namespaces
         everything = (*self.containers, *self.empty, *self.long, *self.tables, *(place for place, _ in self.slots))
         self.outside = {id(held) for held in everything} - mine
         self.slots += [(table, name) for table in self.whole for name in ORDERED if len(table[name]) > 1]
@@ -82,7 +88,7 @@ class WatchedPlaces:
         todo, left = values[::-1], MOST
         direct = {id(value) for value in values}
         while todo:
-            value = todo.pop()
+            value = behind_proxy(todo.pop())
             if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
                 continue
             if id(value) not in direct:
@@ -94,6 +100,8 @@ class WatchedPlaces:
                 self.tensors.append(value)
             elif isinstance(value, CONTAINERS):
                 todo += self._container(value)
+            elif type(value) is np.ndarray:
+                self.arrays += [value] if value.nbytes <= ARRAY else []
             elif isinstance(value, tuple):
                 todo += elements_of(value)[:CONTENTS]
             elif not isinstance(value, (FunctionType, *LEAVES)):
@@ -103,7 +111,9 @@ class WatchedPlaces:
                     self.tables.append(own)  # not of `threading.local`, which has others in each thread
                 # Flags may be read by names that are computed, such as those of transformers' configurations.
                 read = [
-                    name for name, held in attributes.items() if name in names or held is None or type(held) is bool
+                    name
+                    for name, held in attributes.items()
+                    if name in names or held is None or type(held) is bool or isinstance(value, WRAPPERS)
                 ]
                 self.slots += [(attributes, name) for name in read]
                 self.typed += [value] if type(value).__flags__ & HEAP_TYPE else []  # others keep their class
