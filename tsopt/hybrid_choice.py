@@ -12,7 +12,6 @@ from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.compiler.turns import Turn
 from tsopt.hybrid_counts import Counts
@@ -27,8 +26,6 @@ from tsopt.runtime.calling.served import COMPARED
 from tsopt.runtime.checking.accuracy import LIMITS
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing.rehearsal import StandIn
-
-LOSSY = 3  # the level at which candidates in lower precisions race
 
 
 class Choice(Counts):
@@ -66,10 +63,10 @@ class Choice(Counts):
         return False
 
     def _is_comparable(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is served by a compiled form, and the model itself may as well: it ends when it returns."""
+        """Whether the compiled form serves a call, and the model may serve it instead. On a GPU calls end too early."""
         if isinstance(fast, Partitioned):
-            in_full = self.options.get("precision") in (None, FP32) and self.options.get("level", 0) < LOSSY
-            return in_full and fast.leaves_no_trace and not is_on_gpu(Example(args, kwargs))
+            held = self._watch.tensors if isinstance(self._watch, Watch) else ()
+            return fast.in_full_precision and fast.leaves_no_trace and not is_on_gpu(Example((args, held), kwargs))
         executable = fast.serving(args, kwargs)
         if executable is None or executable.tolerance is not None or executable.precision in LIMITS:
             return False

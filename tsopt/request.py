@@ -230,6 +230,7 @@ class Request:
         )
         if self.progress.error is not None:  # a part that fails runs as it is, whatever it fails with
             raise self.progress.error
+        made.in_full_precision = all(item.precision == FP32 for item in self.race.candidates)
         if self.dynamic is not None or len(examples) > 1:
             made.report = replace(made.report, sizes=ONE_BY_ONE)
         return made

@@ -9,6 +9,7 @@ from torch import nn
 import tsopt
 from tests.hybrid.models import QUICK, Net, X, close
 from tsopt import hybrid_choice, hybrid_state
+from tsopt.compiler.calls.structure import flatten
 from tsopt.originals import compiled_of
 from tsopt.runtime.calling.in_service import TURN, InService
 from tsopt.runtime.calling.served import COMPARED
@@ -174,6 +175,16 @@ def test_a_model_in_parts_that_draws_numbers_or_loses_digits_is_not(model, optio
     net = tsopt.hybridize(model().eval(), frontend="parts", **QUICK | options)
     serve(net)
     assert tsopt.report(net).reports[0].winning.is_in_parts
+    assert not tsopt.report(net).in_eager
+
+
+@pytest.mark.usefixtures("compares")
+def test_a_model_in_parts_that_is_on_a_gpu_itself_is_not(monkeypatch):
+    net = tsopt.hybridize(Branching().eval(), frontend="parts", **QUICK)
+    weights = {*map(id, net.parameters())}
+    held = lambda example: any(id(item) in weights for item in flatten((example.args, example.kwargs))[0])  # noqa: E731
+    monkeypatch.setattr(hybrid_choice, "is_on_gpu", held)
+    serve(net)
     assert not tsopt.report(net).in_eager
 
 

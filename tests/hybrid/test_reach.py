@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import ChainMap, UserDict, UserList
 from dataclasses import dataclass
-from types import MappingProxyType
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -142,49 +139,6 @@ def of_lists():
     return Model(held, lambda self, x: x * len(self.held[0]) + sum(self.held[1])), held
 
 
-def of_what_its_class_has_not():
-    class Gaining(Model):
-        pass
-
-    return Gaining(None, lambda self, x: x * getattr(type(self), "gain", 1.0)), Gaining
-
-
-def of_what_a_base_has_not():
-    class Base(Model):
-        pass
-
-    class Derived(Base):
-        pass
-
-    return Derived(None, lambda self, x: x * 2.0 if hasattr(self, "gain") else x), Base
-
-
-def of_a_view():
-    behind = {"gain": 1.0, "deep": {"bias": 1.0}}
-    held = MappingProxyType(behind)
-    return Model(held, lambda self, x: x * self.held["gain"] + self.held["deep"]["bias"]), behind
-
-
-def of_a_dict_in_an_object():
-    held = UserDict(gain=1.0)
-    return Model(held, lambda self, x: x * self.held["gain"]), held
-
-
-def of_a_list_in_an_object():
-    held = UserList([1.0, 2.0])
-    return Model(held, lambda self, x: x * self.held[1]), held
-
-
-def of_a_chain():
-    first = {"gain": 1.0}
-    return Model(ChainMap(first, {"gain": 2.0}), lambda self, x: x * self.held["gain"]), first
-
-
-def of_an_array():
-    held = np.ones(8, dtype=np.float32)
-    return Model(held, lambda self, x: x * float(self.held[1]) + torch.from_numpy(self.held)), held
-
-
 def other_key(held):
     held.pop("relu")
     held["gelu"] = True
@@ -211,14 +165,6 @@ CASES = {
     "a parameter of another class": (of_a_named_parameter, scaled),
     "another key with the same value": (of_keys, other_key),
     "a value in another list": (of_lists, lambda held: held[1].insert(0, held[0].pop())),
-    "an attribute that its class gains": (of_what_its_class_has_not, lambda cls: setattr(cls, "gain", 3.0)),
-    "an attribute that a base gains": (of_what_a_base_has_not, lambda cls: setattr(cls, "gain", 3.0)),
-    "a value behind a view": (of_a_view, lambda held: held.update(gain=3.0)),
-    "a value in a dict behind a view": (of_a_view, lambda held: held["deep"].update(bias=3.0)),
-    "a value in a UserDict": (of_a_dict_in_an_object, lambda held: held.update(gain=3.0)),
-    "a value in a UserList": (of_a_list_in_an_object, lambda held: held.append(held.pop() + 1)),
-    "a value in a ChainMap": (of_a_chain, dict.clear),
-    "a value in an array": (of_an_array, lambda held: held.__setitem__(1, 3.0)),
 }
 
 

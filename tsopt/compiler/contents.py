@@ -45,7 +45,7 @@ class Contents:
 
     Args:
         values: where to begin.
-        of_process: see there; what Python itself holds for the process is left out in any case.
+        of_process: ids of further containers to leave out; see `process_wide`, which says what is left out in any case.
     """
 
     def __init__(self, values: Iterable[Any], of_process: Iterable[int] = ()) -> None:

@@ -84,11 +84,11 @@ class Row:
 
     @property
     def is_faster(self) -> bool:
-        """Whether it is faster than eager, by all that was timed, and nowhere slower."""
+        """Whether it is faster than eager by all that was timed, and nowhere slower."""
         if self.verdict == "faster" or self.speedup is None or self.new_sizes is None:
             return self.verdict == "faster"
         certain = self.speedup.low * self.new_sizes.low > 1  # on the whole
-        return self.verdict in ("same", UNDECIDED) and self.new_sizes.verdict == "faster" and certain
+        return self.verdict == "same" and self.new_sizes.verdict == "faster" and certain
 
     def record(self) -> dict[str, Any]:
         """The row for machines, flat: numbers as numbers, None where there is none."""

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from tests.runtime.calling.graphs import Clock
 from tests.runtime.racing.helpers import fast_timings
-from tsopt.runtime.calling import partitioned
+from tsopt.runtime.calling import graph_parts, partitioned
 from tsopt.runtime.calling.partitioned import PARTS
 from tsopt.runtime.racing.speedup import Timing
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Graphs are timed on it, and weighed as they are for users."""
+    monkeypatch.setattr(graph_parts, "time", Clock)
+    monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.02)
+    monkeypatch.setattr(graph_parts, "COVERED", 0.8)
+    Clock.now = 0.0
 
 
 @pytest.fixture

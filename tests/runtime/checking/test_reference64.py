@@ -140,3 +140,19 @@ def test_weights_that_are_returned_are_not_written():
     with torch.no_grad():
         rounded_from_float64(lambda x, w: (x * w, w, w.view(8, 8)), (X, weight), 60.0)
     assert weight._version == 0
+
+
+def test_what_a_call_writes_to_whole_numbers_is_written_once():
+    count, weight = torch.zeros(1, dtype=torch.long), nn.Parameter(torch.ones(64))
+    seen = []
+
+    def counted(x, n, w):
+        n += 1
+        seen.append(w)
+        return (x + 100) - 100
+
+    with torch.no_grad():
+        found = rounded_from_float64(counted, (X, count, weight), 60.0)
+    assert torch.equal(found, X)
+    assert int(count) == 1
+    assert all(w is weight for w in seen), "no copy of the weights, which are large"

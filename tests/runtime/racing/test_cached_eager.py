@@ -93,6 +93,21 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
     assert [len(backends) for backends in races] == [2, 1]
 
 
+def test_eager_that_loses_with_new_sizes_loses(races, clock, monkeypatch):
+    optimize()
+    with_eager_as_winner(recalls=cached_race.REUSES - 1)
+    real = cached_race.race
+
+    def as_fast_where_sizes_repeat(*args, **options):
+        found = real(*args, **options)
+        gains = {"speedup": Speedup(1.0, 0.99, 1.01), "new_sizes": Speedup(1.5, 1.4, 1.6)}
+        return replace(found, rows=(*found.rows[:-1], replace(found.rows[-1], **gains)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cached_race, "race", as_fast_where_sizes_repeat)
+        assert not optimize().report.cached
+
+
 def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
     optimize()
     with_eager_as_winner(recalls=cached_race.REUSES - 1)

@@ -9,12 +9,14 @@ import torch
 
 from tests.runtime.racing.helpers import Behaviour, assert_goes_on, fast_timings, row
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.graph.program import Numerics
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking import eager_answers
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing import choice
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.outcomes import NOT_BIT_EQUAL
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.report import Row
 
@@ -52,6 +54,23 @@ def test_the_report_says_what_each_was_judged_on(run_race, monkeypatch):
 
 
 @pytest.mark.usefixtures("long_calls")
+@pytest.mark.parametrize("differs", [False, True])
+def test_all_bits_are_compared_of_one_that_should_have_them(run_race, monkeypatch, differs):
+    """Before the rounds, only those on the example are."""
+
+    def off_by_little(number, inputs, right):
+        is_large = inputs[0].abs().max() > 50
+        return [value * (1 + 1e-6) for value in right] if is_large and differs else right
+
+    monkeypatch.setattr(Behaviour, "run", staticmethod(off_by_little))
+    monkeypatch.setattr(choice, "is_exact", lambda program, candidate: True)
+    fast_timings(monkeypatch)
+    found = run_race()
+    assert found.winner == "faulty"
+    assert (NOT_BIT_EQUAL in found.row.notes) == differs
+
+
+@pytest.mark.usefixtures("long_calls")
 def test_one_that_is_wrong_on_the_example_is_not_timed(run_race, monkeypatch):
     monkeypatch.setattr(Behaviour, "run", lambda number, inputs, right: [value + 1 for value in right])
     found = run_race()
@@ -62,10 +81,22 @@ def test_one_that_is_wrong_on_the_example_is_not_timed(run_race, monkeypatch):
 @pytest.mark.usefixtures("long_calls")
 def test_the_winner_is_judged_on_inputs_that_the_race_did_not_use(run_race, monkeypatch):
     seen: list[list[float]] = []
-    monkeypatch.setattr(Behaviour, "run", lambda n, i, right: seen.append(i[0].reshape(-1).tolist()) or right)
+    rounds: list[int] = []
+
+    def run(number, inputs, right):
+        seen.append(inputs[0].reshape(-1).tolist())
+        return right
+
+    monkeypatch.setattr(Behaviour, "run", run)
     fast_timings(monkeypatch)
-    measured, rounds = race_module.measure, []
-    monkeypatch.setattr(race_module, "measure", lambda *a, **k: (measured(*a, **k), rounds.append(len(seen)))[0])
+    real = race_module.measure
+
+    def measured(*args, **options):
+        found = real(*args, **options)
+        rounds.append(len(seen))
+        return found
+
+    monkeypatch.setattr(race_module, "measure", measured)
     run_race()
     before, after = seen[: rounds[0]], seen[rounds[0] :]
     assert sum(values not in before for values in after) > 3
@@ -82,7 +113,12 @@ def test_the_time_of_a_long_call_is_known_from_the_answers(
     if is_long:
         request.getfixturevalue("long_calls")
     calls = []
-    monkeypatch.setattr(race_module, "seconds_of", lambda *_: calls.append(1) or 1e-3)
+
+    def seconds_of(*_):
+        calls.append(1)
+        return 1e-3
+
+    monkeypatch.setattr(race_module, "seconds_of", seconds_of)
     monkeypatch.setattr(race_module, "is_on_gpu", lambda example: on_gpu)
     assert run_race(("eager",), threads=threads).rows[0].status == "ok"
     assert len(calls) == asked
@@ -122,6 +158,7 @@ def chosen(monkeypatch, takes_long, fails=lambda x: False):
         reopens=lambda *_: True,
         make_room=lambda others: None,
         here=lambda *_: Here(log),
+        program=lambda candidate: SimpleNamespace(numerics=Numerics.ROUNDING),
     )
     monkeypatch.setattr(choice, "Isolated", Timed)
     rows = [
@@ -136,7 +173,7 @@ def chosen(monkeypatch, takes_long, fails=lambda x: False):
 
     nothing = lambda executable: ""  # noqa: E731
     contenders = {candidate.key: timed}
-    found = choice.choose(maker, rows, contenders, fresh, nothing, nothing, lambda text: None, takes_long=takes_long)
+    found = choice.choose(maker, rows, contenders, fresh, nothing, lambda text: None, takes_long=takes_long)
     assert asked == [not takes_long]
     return found, [(who, torch.equal(x, GIVEN)) for who, x in log]
 

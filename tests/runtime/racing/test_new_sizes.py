@@ -10,6 +10,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing import new_sizes
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.contenders import Clock
 from tsopt.runtime.racing.new_sizes import time_at_new_sizes
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
@@ -53,7 +54,7 @@ def test_candidates_for_many_sizes_are_timed_on_sizes_that_they_have_not_seen(ra
     assert fast.backend == "onnxruntime"
     (sizes,) = raced.seen
     assert len(set(sizes)) == len(sizes) >= 6
-    assert 9 not in sizes
+    assert not {9, 12, 1, 2, 7} & {*sizes}, "candidates have been judged there"
     assert fast.report.why.startswith("2.00x [2.00, 2.00] as fast as eager, 2.00x [2.00, 2.00] when each call has new")
     assert "calls with new sizes: 1.33x [1.33, 1.33] as fast as eager" in str(fast.report)
     rows = {row["name"]: row for row in fast.report.to_json()["rows"]}
@@ -123,22 +124,41 @@ def test_one_that_fails_there_is_out(raced):
 @pytest.mark.usefixtures("once_as_shipped")
 def test_one_that_has_left_the_rounds_is_timed_as_well(raced, monkeypatch):
     monkeypatch.setattr(race_module, "time_at_new_sizes", time_at_new_sizes)
-    report = raced(9, 12, isolate=True).report
-    assert all(row.new_sizes is not None for row in report.rows[1:] if row.status == "ok")
-    assert any(row.new_sizes is not None for row in report.rows)
+    row = raced(9, 12, isolate=True).report.row("TorchScript")
+    assert row.status in ("ok", "slower")
+    assert row.new_sizes is not None
 
 
-def test_sizes_that_the_model_does_not_take_together_are_left_out(raced):
-    class Positions(torch.nn.Module):
-        def forward(self, x, y):
-            if x.shape[0] + y.shape[0] > 40:
-                raise ValueError("no such position")
-            return torch.cat([x, y]) * 2
+def test_where_calls_take_long_new_sizes_are_nothing(raced, monkeypatch):
+    monkeypatch.setattr(race_module, "SHORT_CALL", 0.0)
+    raced.others["onnxruntime"] = 4.0
+    assert raced(9, 12).backend == "onnxruntime"
+    assert raced.seen == []
 
-    options = {"backends": ("onnxruntime",), "seconds": 0.05, "isolate": False, "cache": False}
-    calls = [(torch.randn(n, 4), torch.randn(n + 3, 4)) for n in (15, 17)]
-    assert tsopt.optimize(Positions().eval(), calls, **options).backend == "onnxruntime"
-    assert raced.seen == [] or max(raced.seen[0]) < 40
+
+def test_nobody_wins_who_loses_there_because_the_budget_is_used_up(raced, monkeypatch):
+    raced.others["onnxruntime"] = raced.others["torchscript"] = 4.0
+    measured = race_module.measure
+
+    def used_up(*args, **options):
+        monkeypatch.setattr(Clock, "left", 0.0)
+        return measured(*args, **options)
+
+    monkeypatch.setattr(race_module, "measure", used_up)
+    assert raced(9, 12, budget=600.0).executable is None
+
+
+def test_one_whose_speed_is_unclear_where_sizes_repeat_does_not_win(raced, monkeypatch):
+    unclear = Timing((1.5, 3.5, 1.5, 3.5, 1.5, 3.5, 1.5, 3.5))
+    monkeypatch.setattr(
+        race_module,
+        "measure",
+        lambda calls, *_, **__: {name: unclear if name == "ONNX Runtime" else Timing((2.0,) * 8) for name in calls},
+    )
+    raced.others["onnxruntime"], raced.others["torchscript"] = 0.1, 2.0
+    fast = raced(9, 12)
+    assert fast.report.row("ONNX Runtime").verdict == "undecided"
+    assert fast.executable is None
 
 
 def test_few_sizes_are_soon_all_known(raced):
@@ -188,7 +208,7 @@ def on_a_clock(monkeypatch):
     return timed
 
 
-def test_calls_are_made_in_blocks_and_take_turns_after_the_model(on_a_clock):
+def test_calls_are_made_in_blocks_and_take_turns(on_a_clock):
     found, made = on_a_clock(range(2, 9), model=(2.0, 99), engine=(1.0, 99), other=(3.0, 99))
     assert found["model"].samples == pytest.approx([2e3 * value for value in range(2, 9)])
     assert found["engine"].samples == pytest.approx([1e3 * value for value in range(2, 9)])
@@ -197,7 +217,8 @@ def test_calls_are_made_in_blocks_and_take_turns_after_the_model(on_a_clock):
         *(("engine", 1.0), ("engine", 2.0), ("engine", 3.0), "rest", ("other", 1.0)),
     ]
     order = [item[0] for item in made if item != "rest" and item[1] == 1.0]
-    assert order == ["model", "engine", "other", "model", "other", "engine"] * 2
+    assert order[:6] == ["model", "engine", "other", "other", "engine", "model"]
+    assert {order[first] for first in range(0, 12, 3)} == {"model", "engine", "other"}, "who comes first changes"
 
 
 def test_one_that_raises_is_not_called_again(on_a_clock):
@@ -226,5 +247,5 @@ def test_one_whose_process_ends_is_told_from_one_that_raises(on_a_clock, monkeyp
 def test_what_the_model_does_not_take_is_left_out(on_a_clock):
     found, made = on_a_clock([2, 3, 50, 4, 5, 6, 7, 8], model=(2.0, 40), engine=(1.0, 99))
     assert found["engine"].samples == pytest.approx((2e3, 3e3, 5e3, 6e3, 7e3, 8e3))
-    assert ("engine", 4.0) not in made
+    assert ("engine", 4.0) in made, "who comes first cannot know"
     assert on_a_clock([2, 3, 50, 4, 5, 6, 7, 80], model=(2.0, 40), engine=(1.0, 99))[0] == {}

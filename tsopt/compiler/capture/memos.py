@@ -1,4 +1,4 @@
-"""Removes tensors without values from caches of the user's code (`functools.lru_cache`, dicts).
+"""Removes tensors without values from caches of the user's code: `functools.lru_cache`, containers, objects, classes.
 
 A model that caches a table of positions for each size would otherwise go on with a tensor of the tracer.
 """
@@ -10,6 +10,7 @@ import gc
 import sys
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -72,13 +73,14 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
 
 
 def _taken_from_dict(held: dict[Any, Any], item: Any) -> bool:
-    cls = _class_with(held)
     keys = [key for key, value in items_of(held).items() if value is item]
+    cls = _class_with(held) if keys else None
     for key in keys:
         if cls is None:
             take_key(held, key)
         else:  # Python would go on reading from a cache what only its dict has lost
-            type.__delattr__(cls, key)
+            with suppress(AttributeError):  # another thread has removed it
+                type.__delattr__(cls, key)
     return bool(keys)
 
 
@@ -86,7 +88,8 @@ def _taken_from_object(holder: Any, item: Any) -> bool:
     """From its slots, or its attributes: as long as nobody asks for its dict, Python keeps them without one."""
     names = [name for name, value in attributes_of(holder).items() if value is item]
     for name in names:
-        object.__delattr__(holder, name)
+        with suppress(AttributeError):  # another thread has removed it
+            object.__delattr__(holder, name)
     return bool(names)
 
 
@@ -97,8 +100,9 @@ def _class_with(namespace: dict[Any, Any]) -> type | None:
         cls = todo.pop()
         if any(held is namespace for held in gc.get_referents(vars(cls))):
             return cls
-        todo += [other for other in type.__subclasses__(cls) if id(other) not in seen]
-        seen |= {*map(id, todo)}
+        new = [other for other in type.__subclasses__(cls) if id(other) not in seen]
+        todo += new
+        seen.update(map(id, new))
     return None
 
 

@@ -3,7 +3,8 @@
 Detected: tensors written in place, given other memory or another shape; parameters, buffers, modules and hooks that are
 replaced, added or removed, one by one or with their tables; classes of modules; training flags; attributes, globals and
 closures that its Python code reads (`model_reads.py`), and the contents of lists, dicts and plain objects among them.
-Not detected: values written through numpy or `.data`, other than by a step of an optimizer; a replaced `__dict__`.
+Not detected: values of tensors written through numpy or `.data`, other than by a step of an optimizer; a replaced
+`__dict__`.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Watch:
             for (place, name), before in zip(found.slots, self._values, strict=True)
             if id(place) not in outside and not alike(place.get(name, ABSENT), before)
         ]
-        names += self._gained(outside=False) + ["a numpy array"] * (len(self._unwritten()) < len(found.arrays))
+        names += self._gained(outside=False) + self._written_arrays(outside=False)
         lengths = zip(found.sized, self._lengths, strict=True)
         names += [f"a {kind_of(held)}" for held, size in lengths if len(held) != size and id(held) not in outside]
         return names
@@ -226,7 +227,7 @@ class Watch:
             for slot, before in zip(found.slots, self._values, strict=True)
             if id(slot[0]) in outside and not alike(slot[0].get(slot[1], ABSENT), before)
         ]
-        names += self._gained(outside=True)
+        names += self._gained(outside=True) + self._written_arrays(outside=True)
         classes = zip(found.classes, self._classes, strict=True)
         names += [repr(name) for (cls, name), before in classes if not alike(getattr(cls, name, ABSENT), before)]
         cells = zip(found.cells, self._cells, strict=True)
@@ -239,6 +240,11 @@ class Watch:
         tables = zip(found.tables, found.known, strict=True)
         asked = ((table, known) for table, known in tables if (id(table) in found.outside) == outside)
         return [repr(name) for table, known in asked for name in table if name not in known and name in self.asks]
+
+    def _written_arrays(self, *, outside: bool) -> list[str]:
+        left, found = {id(array) for array in self._unwritten()}, self._found
+        written = [array for array in found.arrays if id(array) not in left]
+        return ["a numpy array" for array in written if (id(array) in found.outside) == outside]
 
     def _unwritten(self) -> list[np.ndarray]:
         arrays = zip(self._found.arrays, self._bytes, strict=True)

@@ -73,7 +73,10 @@ class Partitioned(DropIn):
         report: the race, the parts, and why the model is not one graph.
         backend: `parts`; `torchscript` for a TorchScript model; `eager` if the model itself is the fastest.
         leaves_no_trace: a call of the model on its example changes nothing of it and draws no random numbers.
+        in_full_precision: no part may be in a lower precision.
     """
+
+    in_full_precision = True
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name,
 CONTENTS = 64  # values in a container that is compared at each call; of longer ones, it is how many
 MOST = 512  # and how many containers and objects, those apart that modules, functions and globals hold themselves
 MOST_TENSORS = 512  # in long containers: each costs time at each call
-ARRAY = 4096  # bytes of a numpy array that is compared at each call
+ARRAYS = 4096  # bytes of numpy arrays that are compared at each call
 WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code reads what they wrap
 OWN = (*TABLES, *HOOKS, "training")  # of each module
 ORDERED = ("_modules", *HOOKS)  # tables whose order counts
@@ -39,7 +39,7 @@ class WatchedPlaces:
     tables: attributes of each module and plain object, and `known`, the names among them; `whole`: those with all of
         OWN.
     typed: modules and objects, whose classes count.
-    outside: ids of those of containers, and of dictionaries of slots, that no module holds.
+    outside: ids of those of containers, arrays, and dictionaries of slots, that no module holds.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -71,6 +71,7 @@ class WatchedPlaces:
         self.empty = [table for table in held if not table]
         inside = len(self.slots) - len(reads.places)
         self._below([place[name] for place, name in self.slots[:inside]], reads.names)
+        arrays = len(self.arrays)
         mine = {id(held) for held in (*self.containers, *self.empty, *self.long, *self.tables)}
         mine |= {id(place) for place, _ in self.slots[:inside] + self.slots[inside + len(reads.places) :]}
         values = [place[name] for place, name in reads.places]
@@ -79,7 +80,7 @@ class WatchedPlaces:
         self._below([*values, *reads.objects, *reads.held], reads.names)
         self.tables += reads.namespaces
         everything = (*self.containers, *self.empty, *self.long, *self.tables, *(place for place, _ in self.slots))
-        self.outside = {id(held) for held in everything} - mine
+        self.outside = {id(held) for held in everything} - mine | {id(held) for held in self.arrays[arrays:]}
         self.slots += [(table, name) for table in self.whole for name in ORDERED if len(table[name]) > 1]
         self.measure()
 
@@ -101,7 +102,8 @@ class WatchedPlaces:
             elif isinstance(value, CONTAINERS):
                 todo += self._container(value)
             elif type(value) is np.ndarray:
-                self.arrays += [value] if value.nbytes <= ARRAY else []
+                fits = not value.dtype.hasobject and value.nbytes + sum(held.nbytes for held in self.arrays) <= ARRAYS
+                self.arrays += [value] if fits else []
             elif isinstance(value, tuple):
                 todo += elements_of(value)[:CONTENTS]
             elif not isinstance(value, (FunctionType, *LEAVES)):

@@ -86,7 +86,7 @@ def rounded_from_float64(called: Callable[..., Any], args: Sequence[Any], second
     before, wide = RandomState.now(), None
     try:
         with torch.no_grad(), at_most(seconds), _Wide():
-            wide = called(*_wide(tuple(args)))
+            wide = called(*[_widened_input(value) for value in args])
     except Exception as error:  # see `called_in_float64`
         log.debug("a part of the model does not compute in float64: %s: %s", type(error).__name__, error)
     draws = not before.is_current()
@@ -96,6 +96,13 @@ def rounded_from_float64(called: Callable[..., Any], args: Sequence[Any], second
         if _is_narrow(value) and isinstance(exact, torch.Tensor) and exact.shape == value.shape:
             _approach(value, exact.to(value.dtype))
     return found
+
+
+def _widened_input(value: Any) -> Any:
+    """Of parameters, each op widens its own: all at once would take twice their memory. A call may write to others."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return value
+    return _widen(value) if _is_narrow(value) else value.detach().clone()
 
 
 def _approach(value: torch.Tensor, exact: torch.Tensor) -> None:

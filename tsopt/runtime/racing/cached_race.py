@@ -157,7 +157,7 @@ def _eager_again(
     row = again(settings.candidate(best.key)).rows[-1]
     if row.verdict == UNDECIDED:  # the machine is busy: the next time then
         return found
-    if row.verdict not in ("same", "slower"):
+    if row.verdict not in ("same", "slower") or row.is_faster:
         return None
     cache.keep(key, replace(entry, recalls=0, checked=now))
     return replace(found, cached=f"{said}; {best.name} timed against eager again: {row.speedup}")

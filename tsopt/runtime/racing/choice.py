@@ -10,7 +10,7 @@ from typing import Any
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.accuracy import LIMITS, MADE_UP
+from tsopt.runtime.checking.accuracy import LIMITS, MADE_UP, is_exact
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
@@ -80,8 +80,10 @@ def choose(
             judges[few] = fresh(few)
         try:
             others = [item for item in contenders.values() if item is not contender]
-            rest: dict[str, Any] = {"part": MADE_UP} if takes_long else {"few": True}
-            executable, verdict = _verified(row, candidate, contender, maker, judges[few], others, rest)
+            there: dict[str, Any] = {"part": MADE_UP} if takes_long else {"few": True}
+            exact = takes_long and outcomes.NOT_BIT_EQUAL not in row.notes
+            exact = exact and is_exact(maker.program(candidate), candidate)
+            executable, verdict = _verified(row, candidate, contender, maker, judges[few], others, there, exact=exact)
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
                 status, failure = "wrong", streak(executable)
@@ -147,21 +149,29 @@ def _verified(
     maker: Maker,
     judge: Judge,
     others: Sequence[Contender],
-    rest: Mapping[str, Any],
+    there: Mapping[str, Any],
+    *,
+    exact: bool,
 ) -> tuple[Executable, Verdict]:
     """The contender in this process, and whether it is right.
 
     Args:
-        rest: options of `judge`: what the one that was timed has to be right on, in its own process.
+        there: options of `judge`: what the one that was timed has to be right on, in its own process.
+        exact: it should have eager's bits, which has been seen on the example only.
     """
     timed = None
     if isinstance(contender, Isolated) and not contender.retired:
         # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
-        timed = judge.judge(contender, precision=candidate.precision, **rest)
+        timed = judge.judge(contender, precision=candidate.precision, **there)
     if timed is None or timed.ok:
         maker.make_room(others)
     executable = maker.here(contender, candidate)
-    verdict = judge.judge(executable, precision=candidate.precision) if timed is None or timed.ok else timed
+    if timed is not None and not timed.ok:
+        return executable, timed
+    verdict = judge.judge(executable, precision=candidate.precision, exact=exact)
+    if not verdict.ok and exact:
+        verdict = judge.judge(executable, precision=candidate.precision)
+        executable.notes += (outcomes.NOT_BIT_EQUAL,)
     if judge.criterion is not None and candidate.precision in LIMITS and verdict.ok:
         executable.tolerance = judge.criterion.tolerance(executable)
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))

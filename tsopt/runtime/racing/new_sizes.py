@@ -1,4 +1,4 @@
-"""Calls with new sizes: what those in the race for a program of many sizes take where no call repeats another's.
+"""How long calls take when each has other sizes than those before.
 
 The rounds repeat the sizes of the example. Engines that prepare a kernel for each size, and keep it, do so there only
 once, so that who wins there may lose to eager, or to another engine, in a loop whose sizes go on changing.
@@ -6,7 +6,7 @@ once, so that who wins there may lose to eager, or to another engine, in a loop 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.example import Example
@@ -25,10 +25,17 @@ NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
 IN_A_ROW = 4  # of them, right after one with known sizes: caches are warm, and threads awake
 
 
-def calls_of_new_sizes(signature: Signature, example: Example, seed: int) -> list[InputSet]:
-    """Calls that a signature allows, none of which has a size of the example or of another; empty if there are few."""
+def calls_of_new_sizes(
+    signature: Signature, example: Example, known: Iterable[Mapping[str, int]], seed: int
+) -> list[InputSet]:
+    """Calls that a signature allows, none of which has a size of the example or of another; empty if there are few.
+
+    Args:
+        known: other sizes that candidates have been called with.
+    """
+    seen = {pair for sizes in known for pair in sizes.items()}
     drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
-    sizes = [item for item in drawn if signature.unmet(item) is None]
+    sizes = [item for item in drawn if signature.unmet(item) is None and seen.isdisjoint(item.items())]
     if len(sizes) < FEWEST_NEW_SIZES:
         return []
     return [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]
@@ -42,30 +49,36 @@ def time_at_new_sizes(
 ) -> dict[str, Timing]:
     """Times callables in turns, each of them once on each of the inputs. Empty if few of them can be timed.
 
+    The order turns round from block to block: who comes first on new sizes finds no memory that another has given back.
+
     Args:
-        calls: the first one is the model. What it does not take is left out: some sizes go with others only. Nobody
-            knows before it is timed, because eager prepares itself for new sizes, too. Another one that raises has an
-            `error` instead of more samples.
+        calls: the first one is the model. A block that it does not take is left out: some sizes go with others only,
+            and to find out before would prepare eager for them. Another one that raises has an `error` instead of more
+            samples.
         example: whose sizes all of them know.
     """
-    model, *others = calls
+    model = next(iter(calls))
     spent: dict[str, list[float]] = {name: [] for name in calls}
     errors: dict[str, Exception] = {}
     last = ""
     for number, first in enumerate(range(0, len(inputs), IN_A_ROW)):
         block = inputs[first : first + IN_A_ROW]
-        for name in (model, *order_of([name for name in others if name not in errors], number)):
+        found: dict[str, list[float]] = {}
+        failed: dict[str, Exception] = {}
+        for name in order_of([name for name in calls if name not in errors], number):
             if last not in ("", name) and not isinstance(calls[last], Remote):
                 rest()
             last = name
             # Copies: what one of them writes to its input is not for the next one.
             own = [item.clone() for item in (InputSet("known sizes", example), *block)]
             try:
-                spent[name] += seconds_of_calls(calls[name], own, 1, 1, len(block), wait)
+                found[name] = seconds_of_calls(calls[name], own, 1, 1, len(block), wait)
             except Exception as error:  # a candidate may raise anything; it costs the candidate alone
-                if name == model:
-                    break
-                errors[name] = error
+                failed[name] = error
+        if model not in failed:
+            errors |= failed
+            for name, seconds in found.items():
+                spent[name] += seconds
     if len(spent[model]) < FEWEST_NEW_SIZES:
         return {}
     return {name: _timing(seconds, errors.get(name)) for name, seconds in spent.items()}

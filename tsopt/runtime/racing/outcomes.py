@@ -18,6 +18,7 @@ REFUSED = ("unsupported", "no gain")  # for what the model computes, before anyt
 NOT_CHECKED = "not checked"  # too far behind the best to be of interest
 NOT_TIMED = "not timed"  # behind the best, and its memory was wanted
 SLOWER = "slower"  # than eager, in measurements after the race
+NOT_BIT_EQUAL = "not bit-equal to eager, which uses different kernels for this model"
 STATUSES = ("ok", "wrong", INACCURATE, "failed", SLOWER, NOT_CHECKED, NOT_TIMED, MISSING, *REFUSED, *LOST)
 
 # protobuf raises the last one when it has no room for a message; models of more than 2 GB are written otherwise.

@@ -330,7 +330,7 @@ class _Preparation:
             verdict = self.judge.judge(made, exact=exact, precision=candidate.precision, part=part)
             if not verdict.ok and exact:
                 verdict = self.judge.judge(made, part=part)
-                made.notes += ("not bit-equal to eager, which uses different kernels for this model",)
+                made.notes += (outcomes.NOT_BIT_EQUAL,)
             made.notes += verdict.notes
             entry.row = replace(entry.row, accuracy=verdict)
             if not verdict.ok:

@@ -35,7 +35,7 @@ from tsopt.runtime.racing.contenders import (
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.racing.new_sizes import calls_of_new_sizes, time_at_new_sizes
 from tsopt.runtime.racing.preparation import prepare
-from tsopt.runtime.racing.speedup import UNDECIDED, Timing, decimals, speedup
+from tsopt.runtime.racing.speedup import Timing, decimals, speedup
 from tsopt.runtime.racing.timing import seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
@@ -92,8 +92,10 @@ def race(
         early = clock.but_for(FOR_THE_ROUNDS)
         rows, contenders, call_seconds = prepare(maker, judge, early, progress, eager_seconds)
         call_seconds[MODEL] = eager_seconds
+        is_short = eager_seconds < SHORT_CALL
         signature = cast(Program, programs[FP32]).signature
-        has_new_sizes = bool(signature.dims) and eager_seconds < SHORT_CALL
+        known = [item.sizes for item in settings.held_out]
+        new = calls_of_new_sizes(signature, example, known, settings.seed) if is_short else []
         maker.limit(clock)
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:
@@ -101,15 +103,17 @@ def race(
                 *(model, captured, judge, rows, contenders, call_seconds, limits, progress),
                 stop=interrupted,
                 time_all=settings.time_all,
-                stay=has_new_sizes,
+                stay=bool(new),
             )
             was_interrupted = interrupted()
-        if has_new_sizes and clock.left and not was_interrupted:
+        maker.limit(clock, least=TO_VERIFY)
+        if new:  # whatever is left of the budget: nobody wins who loses there
             progress("time: calls with new sizes")
             with protected(model, written=captured.state.values()), mode_of(captured):
-                inputs = calls_of_new_sizes(signature, example, settings.seed)
-                rows = _timed_at_new_sizes(model, example, inputs, rows, contenders)
-        maker.limit(clock, least=TO_VERIFY)
+                rows = _timed_at_new_sizes(model, example, new, rows, contenders)
+            for row in rows:
+                if row.key in contenders and not row.is_faster:
+                    retire(contenders[row.key])
         found = choose(
             maker,
             rows,
@@ -152,13 +156,9 @@ def _timed_at_new_sizes(
     rows: list[Row],
     contenders: Mapping[str, Contender],
 ) -> list[Row]:
-    """Rows with the speed-up over calls with new sizes; those that are slower there are out.
-
-    Args:
-        inputs: the calls; where there are none, rows stay as they are.
-    """
-    possible = [row.key for row in rows if row.key in contenders and row.verdict in ("faster", "same", UNDECIDED)]
-    if not possible or not inputs:
+    """Rows with the speed-up over calls with new sizes; those that are slower there are out."""
+    possible = [row.key for row in rows if row.key in contenders and row.verdict in ("faster", "same")]
+    if not possible:
         return rows
     calls: dict[str, Callable[..., Any]] = {MODEL: model, **{key: contenders[key] for key in possible}}
     timings = time_at_new_sizes(calls, example, inputs, device_wait(example))
