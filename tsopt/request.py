@@ -47,6 +47,7 @@ from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
+from tsopt.runtime.racing.speedup import UNDECIDED
 from tsopt.runtime.report import Report
 from tsopt.runtime.sandbox.sandbox import Sandbox, is_on_cpu
 from tsopt.runtime.stages import ReportedProgress
@@ -60,6 +61,7 @@ ONLY_FP32_IN_PARTS = (
 ON_A_GPU = "the model is on a GPU"
 SHARE_OF_QUANTIZATION = 0.5  # of the budget: the rest is for the candidates
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
+COMPILED_TOGETHER = 5.0  # seconds, in which candidates for it are compiled at most, to race for many sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,8 @@ class Request:
         shares, int8 = self.race.share_weights, quantized.program_of(outcome.candidate)
         if executable is not None:
             executable.reference, executable.limits = reference, made.ranges.limits
-        specialize_call = partial(self.specialized, self._ranked(outcome))
+        ranked = self._ranked(outcome)
+        specialize_call = partial(self.specialized, ranked, together=self._together(outcome, ranked))
         return Optimized(
             *(called, program, executable, report, example, specialize_call, self.on_new_signature, self.on_gradients),
             warmup=self.warmup,
@@ -293,22 +296,39 @@ class Request:
         others = [found[row.key] for row in faster_first(outcome.rows) if row.key in found]
         return tuple(dict.fromkeys([outcome.candidate, *others] if outcome.candidate is not None else []))
 
-    def specialized(self, candidates: Sequence[Candidate], *examples: Example) -> Executable:
+    def _together(self, outcome: Race, ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Those that may be the fastest where sizes change, which a race of one size does not tell.
+
+        Empty where to compile them takes long: calls wait for it.
+        """
+        found = {candidate.key: candidate for candidate in self.race.candidates}
+        level = [row for row in outcome.rows if row.verdict in ("same", UNDECIDED) and row.key in found]
+        candidates = tuple(dict.fromkeys([*ranked, *(found[row.key] for row in level)]))
+        seconds = sum(row.compile_seconds for row in outcome.rows if found.get(row.key) in candidates)
+        in_full = all(candidate.precision == FP32 for candidate in candidates)
+        return candidates if ranked and in_full and seconds <= COMPILED_TOGETHER else ()
+
+    def specialized(
+        self, candidates: Sequence[Candidate], *examples: Example, together: Sequence[Candidate] = ()
+    ) -> Executable:
         """The program for another signature, with the first backend that is right there and faster than eager.
 
         Args:
             candidates: in the order in which they are tried.
             examples: calls; the sizes in which they differ are dynamic. The first is the one that is raced.
+            together: for a program of many sizes, these are tried in one race instead, if there are any.
         """
         in_full = [candidate.in_full_precision() for candidate in candidates]
         # Calibration and criterion belong to the first signature; without them, each precision is judged here again.
         lower = () if self.int8.are_given else candidates
-        candidates = tuple(dict.fromkeys([*lower, *in_full]))
+        groups: list[tuple[Candidate, ...]] = [(candidate,) for candidate in dict.fromkeys([*lower, *in_full])]
+        if len(examples) > 1 and together:
+            groups = [tuple(together)]
         with kept_outside(self.model):
-            return self._specialized(candidates, lower, *examples)
+            return self._specialized(groups, lower, *examples)
 
     def _specialized(
-        self, candidates: Sequence[Candidate], lower: Sequence[Candidate], *examples: Example
+        self, groups: Sequence[tuple[Candidate, ...]], lower: Sequence[Candidate], *examples: Example
     ) -> Executable:
         example = examples[0]
         captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
@@ -320,22 +340,23 @@ class Request:
         criterion = criterion_on_calls(rehearsal.model, made.optimized, examples) if quantized.variants else None
         reasons: list[str] = []
         settings = replace(self.race, seconds=SHORT_RACE, budget=None, held_out=made.ranges.held_out)
-        for candidate in candidates:
-            judged_by = criterion if candidate.precision in INTEGER_VARIANTS else None
+        for candidates in groups:
+            judged_by = criterion if candidates[0].precision in INTEGER_VARIANTS else None
             outcome = race(
                 rehearsal.model,
                 made.captured,
-                quantized.with_others(made.optimized, (candidate,)),
+                quantized.with_others(made.optimized, candidates),
                 example,
-                replace(settings, candidates=(candidate,), criterion=judged_by),
+                replace(settings, candidates=candidates, criterion=judged_by),
             )
             executable = rehearsal.ended(outcome.executable)
             if executable is not None:
                 executable.reference, executable.limits = rehearsal.program(made.reference), made.ranges.limits
-                executable.passed_over = tuple(reasons)
+                others = [f"{row.name}: {row.reason}" for row in outcome.rows if row.reason]
+                executable.passed_over = (*reasons, *others)
                 return executable
-            reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
-            reasons.append(f"{candidate.title}: {reason}")
+            told = {row.key: row.reason for row in outcome.rows}
+            reasons += [f"{candidate.title}: {told.get(candidate.key) or outcome.why}" for candidate in candidates]
         raise AccuracyError(f"no candidate wins for this signature: {'; '.join(reasons)}")
 
     def part(
