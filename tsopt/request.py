@@ -352,7 +352,7 @@ class Request:
             executable = rehearsal.ended(outcome.executable)
             if executable is not None:
                 executable.reference, executable.limits = rehearsal.program(made.reference), made.ranges.limits
-                others = [f"{row.name}: {row.reason}" for row in outcome.rows if row.reason]
+                others = [f"{row.name}: {row.reason}" for row in outcome.rows if row.reason and row.status != "ok"]
                 executable.passed_over = (*reasons, *others)
                 return executable
             told = {row.key: row.reason for row in outcome.rows}
