@@ -166,7 +166,7 @@ def test_a_script_keeps_the_weights_of_then(monkeypatch):
     assert fast.backend == "torchscript"
 
 
-@pytest.mark.usefixtures("another_thread")
+@pytest.mark.usefixtures("another_thread", "parts_win")
 def test_torchscript_is_compared_beside_another_thread():
     """Its weights are copies: nothing but an audit tells that those of the model have changed."""
     model = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval())
