@@ -85,7 +85,8 @@ def line(name: str, row: dict[str, Any]) -> str:
         found = row[way]
         cells = (
             *(name, way, f"{found['p50']:.3g}", found["over_eager"], found["over_int8"]),
-            *(f"{found['away']['relative_error']:.2%}", found["winner"], found["layers"].partition(";")[0]),
+            *(f"{found['away']['relative_error']:.2%}", found["winner"]),
+            "-" if way == FULL else found["layers"].partition(";")[0],
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
