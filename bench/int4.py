@@ -73,8 +73,7 @@ def page(env: Environment, rows: Rows) -> list[str]:
         *(text for name, row in rows.items() for text in line(name, row).splitlines()),
         "",
         f"- {ALL}: with a metric that accepts everything, to see what 4 bits gain; the error says whether to take them",
-        "- error: relative, over inputs that neither calibration nor choice have seen. Random weights lose more than",
-        "  trained ones",
+        "- error: relative, over inputs that neither calibration nor choice have seen",
         "- times of all rows of a model are from the same rounds, with intervals of 95 %",
     ]
 
