@@ -56,6 +56,7 @@ def _hasty() -> Iterator[None]:
         patch.setattr(new_sizes, "NEW_SIZES", 0)  # no winner is slow with new sizes
         patch.setattr(hybrid_choice, "loss", lambda *_: "")  # nor is what is done around its calls
         patch.setattr(in_service, "LONG", float("inf"))  # nor is it timed in service
+        patch.setattr(request, "COMPILED_TOGETHER", float("inf"))  # however long that takes on a busy machine
         patch.setattr(request, "is_on_cpu", lambda example: False)  # candidates run in the process of the test
         patch.setattr(store, "try_out", lambda *args: None)  # bundles are opened without a trial
         yield

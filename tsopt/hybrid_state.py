@@ -356,11 +356,12 @@ class Compiled(Choice):
                 self._may_compare = False
                 self._say_once(f": {not_changed(inside)}", stacklevel=10)
             reason = self._loss(made, watch, example, apart)
-        alone = isinstance(fast, InBackground) and not fast.has_made_any
+        if not isinstance(fast, InBackground) or fast.has_made_any:
+            return reason, False
+        if self._steps_back(reason, size_of(example.args, example.kwargs)):
+            return reason, False
         # Where a policy keeps it from stepping back, what was made serves although it is slower.
-        steps_back = alone and self._steps_back(reason, size_of(example.args, example.kwargs))
-        serves = alone and not steps_back and made is not None
-        return "" if serves else reason, False
+        return "" if made is not None else reason, False
 
     def _doubt(self) -> None:
         """Before a call of the model itself: in training mode, any module may write statistics that no look notices."""

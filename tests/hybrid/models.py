@@ -38,6 +38,29 @@ def close(a, b):
     torch.testing.assert_close(a, b)
 
 
+def assert_follows(model, change):
+    """What a hybrid of the model answers is right before a change and at the next call, without audits."""
+    net = tsopt.hybridize(model, audit=0, **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            close(net(X), model(X))
+        assert not tsopt.report(net).in_eager, "it is compiled"
+        change()
+        close(net(X), model(X))
+
+
+class Holding(nn.Module):
+    """Computes with something that it holds."""
+
+    def __init__(self, held, compute) -> None:
+        super().__init__()
+        self.held, self.compute = held, compute
+        self.eval()
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
 def eager(net, x=X):
     return nn.Module.__call__(tsopt.hybridize(net, active=False), x)
 

@@ -115,7 +115,7 @@ def process_wide(places: Iterable[tuple[Mapping[str, Any], str]] = ()) -> set[in
     """The ids of what Python or torch holds for the whole process, as `sys.modules`: it grows whatever a model does.
 
     Args:
-        places: namespaces and names that code reads from them. Of libraries, what is there is theirs.
+        places: namespaces and names that code reads from them. What a library's namespace holds belongs to the library.
     """
     theirs = [at[name] for at, name in places if name in at and is_library(at.get("__name__"))]
     return {id(value) for value in (*theirs, *vars(sys).values())}

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +14,9 @@ from torch import nn
 
 import tsopt
 from tests.runtime.calling.helpers import OPTIONS, outcomes
-from tsopt import request as request_module
 from tsopt.compiler.capture.thread_patches import apart
 from tsopt.runtime.calling import new_signatures, specializations
 from tsopt.runtime.calling.specializations import call_key, sizes_of
-from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.speedup import Timing
 
 A, B = torch.zeros(2, 3), torch.ones(2, 3)
 
@@ -280,52 +276,6 @@ def test_an_error_in_tsopt_while_a_range_grows(wins, monkeypatch, caplog):
     monkeypatch.setattr(new_signatures, "widened", broken)
     torch.testing.assert_close(fast(x), model(x).detach())
     assert "a mistake" in caplog.text
-
-
-def test_where_the_winner_is_wrong_the_next_one_is_taken(wins, monkeypatch):
-    real = request_module.race
-    asked = []
-
-    def wrong_for_new_signatures(model, captured, programs, example, settings, **options):
-        found = real(model, captured, programs, example, settings, **options)
-        asked.append([candidate.key for candidate in settings.candidates])
-        if asked[1:] == [["onnxruntime"]]:
-            rows = tuple(replace(row, status="wrong", reason="other values") for row in found.rows)
-            return replace(found, rows=rows, executable=None)
-        return found
-
-    monkeypatch.setattr(request_module, "race", wrong_for_new_signatures)
-    monkeypatch.setattr(request_module, "COMPILED_TOGETHER", -1.0)
-    times = {"eager": (2.0,) * 8, "ONNX Runtime": (1.0,) * 8, "TorchScript": (1.5,) * 8}
-    monkeypatch.setattr(race_module, "measure", lambda calls, *_, **__: {name: Timing(times[name]) for name in calls})
-    model = net()
-    fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS | {"backends": ("onnxruntime", "torchscript")})
-    x = torch.randn(6, 6)
-    torch.testing.assert_close(fast(x), model(x).detach())
-    assert asked == [["onnxruntime", "torchscript"], ["onnxruntime"], ["torchscript"]]
-
-
-def test_for_many_sizes_those_that_compile_in_seconds_race_together(monkeypatch):
-    """One that was only as fast as eager for a single size may be the fastest where sizes change."""
-    times = {"eager": 2.0, "ONNX Runtime": 1.0, "TorchScript": 2.0, "eager + passes": 3.0}
-    real, asked = request_module.race, []
-
-    def race(model, captured, programs, example, settings, **options):
-        asked.append([candidate.key for candidate in settings.candidates])
-        return real(model, captured, programs, example, settings, **options)
-
-    def measure(calls, *_, **__):
-        return {name: Timing((times[name],) * 8) for name in calls}
-
-    monkeypatch.setattr(request_module, "race", race)
-    monkeypatch.setattr(race_module, "measure", measure)
-    model, options = net(), OPTIONS | {"backends": ("onnxruntime", "torchscript", "eager")}
-    fast = tsopt.optimize(model, torch.randn(4, 6), **options)
-    times |= {"TorchScript": 1.0, "ONNX Runtime": 3.0}
-    x = torch.randn(6, 6)
-    torch.testing.assert_close(fast(x), model(x).detach())
-    assert asked == [["onnxruntime", "torchscript", "eager"], ["onnxruntime", "torchscript"]]
-    assert outcomes(fast)[0].startswith("captured for torchscript")
 
 
 def test_what_comes_and_goes_is_served_by_the_model(wins):

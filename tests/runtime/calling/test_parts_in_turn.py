@@ -13,6 +13,7 @@ from tsopt.runtime.calling import graph_parts, partitioned
 from tsopt.runtime.calling.partitioned import PARTS
 from tsopt.runtime.calling.parts_in_turn import Lease
 from tsopt.runtime.checking import eager_answers
+from tsopt.runtime.checking.accuracy import FIRST
 from tsopt.runtime.checking.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -44,7 +45,7 @@ def judged(monkeypatch):
 
         def judge(self, candidate, **options):
             if self.eager.program is None and answers:
-                seen.append(options.get("few", False))
+                seen.append(options.get("part") == FIRST)
                 return Verdict(answers.pop(0), "element", 0.0, ("example",), reason="off")
             return real(self, candidate, **options)
 

@@ -44,6 +44,19 @@ def with_eager_as_winner(**changes) -> None:
     cache.keep(path.stem, replace(said, **changes))
 
 
+def measured_again(monkeypatch, **gains):
+    """The best of the others has these gains when it is timed against eager again. Returns for how long it is."""
+    real, asked = cached_race.race, []
+
+    def race(*args, **options):
+        asked.append(args[4].seconds)
+        found = real(*args, **options)
+        return replace(found, rows=(*found.rows[:-1], replace(found.rows[-1], **gains)), winner=MODEL, executable=None)
+
+    monkeypatch.setattr(cached_race, "race", race)
+    return asked
+
+
 def test_eager_that_won_wins_again_without_a_race(races, clock):
     optimize()
     with_eager_as_winner()
@@ -75,15 +88,7 @@ def test_that_eager_wins_is_not_believed_for_long(races, clock):
 def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, monkeypatch):
     optimize()
     with_eager_as_winner(recalls=cached_race.REUSES - 1)
-    real, asked = cached_race.race, []
-
-    def still(*args, **options):
-        asked.append(args[4].seconds)
-        found = real(*args, **options)
-        lost = replace(found.rows[-1], speedup=Speedup(0.8, 0.7, 0.9))
-        return replace(found, rows=(*found.rows[:-1], lost), winner=MODEL, executable=None)
-
-    monkeypatch.setattr(cached_race, "race", still)
+    asked = measured_again(monkeypatch, speedup=Speedup(0.8, 0.7, 0.9))
     clock.now += cached_race.UNCHECKED
     found = optimize()
     assert "timed against eager again: 0.80x [0.70, 0.90]" in found.report.cached
@@ -96,29 +101,15 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
 def test_eager_that_loses_with_new_sizes_loses(races, clock, monkeypatch):
     optimize()
     with_eager_as_winner(recalls=cached_race.REUSES - 1)
-    real = cached_race.race
-
-    def as_fast_where_sizes_repeat(*args, **options):
-        found = real(*args, **options)
-        gains = {"speedup": Speedup(1.0, 0.99, 1.01), "new_sizes": Speedup(1.5, 1.4, 1.6)}
-        return replace(found, rows=(*found.rows[:-1], replace(found.rows[-1], **gains)))
-
     with monkeypatch.context() as patch:
-        patch.setattr(cached_race, "race", as_fast_where_sizes_repeat)
+        measured_again(patch, speedup=Speedup(1.0, 0.99, 1.01), new_sizes=Speedup(1.5, 1.4, 1.6))
         assert not optimize().report.cached
 
 
 def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
     optimize()
     with_eager_as_winner(recalls=cached_race.REUSES - 1)
-    real = cached_race.race
-
-    def busy(*args, **options):
-        found = real(*args, **options)
-        unclear = replace(found.rows[-1], speedup=Speedup(3.0, 0.1, 90.0))
-        return replace(found, rows=(*found.rows[:-1], unclear), winner=MODEL, executable=None)
-
-    monkeypatch.setattr(cached_race, "race", busy)
+    measured_again(monkeypatch, speedup=Speedup(3.0, 0.1, 90.0))
     assert [optimize().report.winner for _ in range(2)] == [EAGER, EAGER]
     assert [len(backends) for backends in races] == [2, 1, 1]
 

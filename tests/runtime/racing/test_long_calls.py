@@ -171,9 +171,8 @@ def chosen(monkeypatch, takes_long, fails=lambda x: False):
         asked.append(few)
         return Judge(Oracle(lambda x: x * 2, Example((GIVEN,)), None, few=few))
 
-    nothing = lambda executable: ""  # noqa: E731
-    contenders = {candidate.key: timed}
-    found = choice.choose(maker, rows, contenders, fresh, nothing, lambda text: None, takes_long=takes_long)
+    quiet = {"streak": lambda executable: "", "progress": lambda text: None}
+    found = choice.choose(maker, rows, {candidate.key: timed}, fresh, **quiet, takes_long=takes_long)
     assert asked == [not takes_long]
     return found, [(who, torch.equal(x, GIVEN)) for who, x in log]
 

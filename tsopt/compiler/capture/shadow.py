@@ -151,7 +151,7 @@ class Shadow:
             cell.cell_contents = self._copy(item.cell_contents)
             return cell
         if isinstance(item, FunctionType) and without_hybrid(item) is not item:
-            # What it was compiled to belongs to the model alone.
+            # The copy is never compiled: compiled forms are made for the original.
             return self._copies.setdefault(id(item), self._copy(without_hybrid(item)))
         if isinstance(item, FunctionType):
             cells = tuple(map(self._copy, item.__closure__ or ())) or None

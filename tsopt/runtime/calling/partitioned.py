@@ -41,7 +41,7 @@ from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.parts_in_turn import Lease, OptimizePart, Parts
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.calling.written_state import state_of
-from tsopt.runtime.checking.accuracy import ONE_CALL, Oracle
+from tsopt.runtime.checking.accuracy import FIRST, ONE_CALL, Oracle
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
@@ -266,8 +266,8 @@ def _judged(
 ) -> Verdict:
     """The verdict on a model whose parts are optimized in turn, each in a call on the example.
 
-    It is reached as soon as the model is wrong: the parts that have not had their turn are left as they are. Where
-    calls, and so parts, take long, it is known before if rounding alone makes the model wrong.
+    As soon as the model is wrong, the remaining parts are left as they are. If calls take long, the model is first
+    checked for whether rounding alone makes it wrong.
     """
     if oracle.eager.takes_long:
         unstable = _unstable(run, parts, oracle, progress)
@@ -279,7 +279,7 @@ def _judged(
         if not is_last and not parts.is_changed:
             continue
         progress(f"check {title}")
-        verdict = oracle.judge(run, few=not is_last)
+        verdict = oracle.judge(run, part="" if is_last else FIRST)
         if not verdict.ok:
             parts.leave_the_others()
             break
@@ -287,10 +287,11 @@ def _judged(
 
 
 def _unstable(run: Callable[..., Any], parts: Parts, oracle: Oracle, progress: Progress) -> Verdict | None:
-    """The verdict on a model that is wrong with the results of its largest part rounded from float64; else None.
+    """The verdict if the model is wrong even with accurate results for its largest part; None otherwise.
 
-    Such results pass the strictest test, and those of other forms of the part are no closer to eager's. A form that has
-    all of eager's bits would be right, but it gains next to nothing where calls take long.
+    The results are computed in float64 and rounded. A compiled form of the part is no more accurate than that, so the
+    model would be wrong with it as well, unless the form is bit-equal to eager. Such a form gains next to nothing where
+    calls take long.
     """
     with parts.largest_in_float64() as part:
         if not part:

@@ -37,8 +37,8 @@ TIED = "differs from eager if all inputs are zero"  # ties may be broken in anot
 UNSTABLE = "differs from eager where rounding an input changes the outputs as much"
 NEAR_ZERO = 1e-6  # the largest output of a model whose differences in absolute terms say nothing
 OPEN = "open"  # the test of an output that a tie decides there
-# What a candidate is judged on whose calls take long: a single call on the example; the other input sets, if there are.
-ONE_CALL, MADE_UP = "one call", "made up"
+# Parts of what a candidate is judged on: the first input sets; a single call on the example; all but the example.
+FIRST, ONE_CALL, MADE_UP = "first", "one call", "made up"
 
 
 class Oracle:
@@ -90,7 +90,6 @@ class Oracle:
         *,
         exact: bool = False,
         precision: str = FP32,
-        few: bool = False,
         part: str = "",
         tolerance: float | None = None,
     ) -> Verdict:
@@ -98,8 +97,7 @@ class Oracle:
 
         Args:
             precision: what it computes products in.
-            few: on the first input sets only, for one that has been judged on all of them before.
-            part: ONE_CALL or MADE_UP, for one that is judged on all of them later.
+            part: FIRST, ONE_CALL or MADE_UP, for one that is also judged on all input sets, before or later.
             tolerance: of the relative error on the example, for a candidate in a lower precision that a Criterion
                 judges on real data. On the other inputs, which are made up, only types, structure and where NaN and
                 infinities are decide then.
@@ -111,7 +109,7 @@ class Oracle:
         notes: list[str] = []
         test, worst = "bits", 0.0
         first: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for expected in self._among(few, part):
+        for expected in self._among(part):
             kind = expected.inputs.kind
             decides = exact or self._strict_specials or not expected.unusual
             usual = LIMITS.get(precision)
@@ -145,9 +143,9 @@ class Oracle:
             said += (f"outputs are near zero (at most {largest:.0e}), so the difference says little",)
         return self._verdict(True, test, worst, done, notes=said)
 
-    def _among(self, few: bool, part: str) -> list[Expected]:
-        """Eager's answers that a candidate is compared with."""
-        example, *made_up = self.expected[: FEW if few else None]
+    def _among(self, part: str) -> list[Expected]:
+        """Eager's answers that a candidate is compared with; MADE_UP is the example where nothing could be made up."""
+        example, *made_up = self.expected[: FEW if part == FIRST else None]
         if part == ONE_CALL:
             return [replace(example, again=())]
         return made_up if part == MADE_UP and made_up else [example, *made_up]

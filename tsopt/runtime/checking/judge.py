@@ -9,7 +9,7 @@ from typing import Any
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.precision_names import FP32
-from tsopt.runtime.checking.accuracy import LIMITS, MADE_UP, ONE_CALL, Oracle
+from tsopt.runtime.checking.accuracy import FIRST, LIMITS, MADE_UP, ONE_CALL, Oracle
 from tsopt.runtime.checking.criterion import Criterion
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 from tsopt.runtime.checking.verdict import Verdict
@@ -56,17 +56,9 @@ class Judge:
         return self.oracle.eager.takes_long
 
     def judge(
-        self,
-        candidate: Callable[..., Any],
-        *,
-        exact: bool = False,
-        precision: str = FP32,
-        few: bool = False,
-        part: str = "",
+        self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, part: str = ""
     ) -> Verdict:
-        """See `Oracle.judge`; `few` leaves the other sizes and the criterion out as well.
-
-        ONE_CALL leaves out the other sizes, and MADE_UP the criterion.
+        """See `Oracle.judge`. FIRST and ONE_CALL leave out the other sizes, FIRST and MADE_UP the criterion.
 
         Raises:
             Exception: whatever the candidate raises.
@@ -75,15 +67,14 @@ class Judge:
         options: dict[str, Any] = {"exact": exact, "precision": precision}
         if criterion is not None:
             options["tolerance"] = math.inf
-        verdict = self.oracle.judge(candidate, few=few, part=part, **options)
-        for item in () if few or part == ONE_CALL else self.held_out:
+        verdict = self.oracle.judge(candidate, part=part, **options)
+        for item in () if part in (FIRST, ONE_CALL) else self.held_out:
             if not verdict.ok:
                 break
             found = item.oracle.judge(candidate, **options)
             if not found.ok:
                 verdict = replace(found, reason=f"at {item}: {found.reason}")
-        is_left_out = few or part == MADE_UP
-        if criterion is None or is_left_out or not verdict.ok or not (criterion.is_cheap or self.is_last):
+        if criterion is None or part in (FIRST, MADE_UP) or not (criterion.is_cheap or self.is_last) or not verdict.ok:
             return verdict
         judgement = criterion.judge(candidate)
         if judgement.ok:

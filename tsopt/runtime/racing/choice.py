@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.accuracy import LIMITS, MADE_UP, is_exact
+from tsopt.runtime.checking.accuracy import FIRST, LIMITS, MADE_UP, is_exact
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
@@ -80,9 +79,9 @@ def choose(
             judges[few] = fresh(few)
         try:
             others = [item for item in contenders.values() if item is not contender]
-            there: dict[str, Any] = {"part": MADE_UP} if takes_long else {"few": True}
-            exact = takes_long and outcomes.NOT_BIT_EQUAL not in row.notes
-            exact = exact and is_exact(maker.program(candidate), candidate)
+            there = MADE_UP if takes_long else FIRST
+            has_bits = is_exact(maker.program(candidate), candidate) and outcomes.NOT_BIT_EQUAL not in row.notes
+            exact = takes_long and has_bits
             executable, verdict = _verified(row, candidate, contender, maker, judges[few], others, there, exact=exact)
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
@@ -149,20 +148,20 @@ def _verified(
     maker: Maker,
     judge: Judge,
     others: Sequence[Contender],
-    there: Mapping[str, Any],
+    there: str,
     *,
     exact: bool,
 ) -> tuple[Executable, Verdict]:
     """The contender in this process, and whether it is right.
 
     Args:
-        there: options of `judge`: what the one that was timed has to be right on, in its own process.
+        there: the part of the input sets that the one that was timed is judged on, in its own process.
         exact: it should have eager's bits, which has been seen on the example only.
     """
     timed = None
     if isinstance(contender, Isolated) and not contender.retired:
         # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
-        timed = judge.judge(contender, precision=candidate.precision, **there)
+        timed = judge.judge(contender, precision=candidate.precision, part=there)
     if timed is None or timed.ok:
         maker.make_room(others)
     executable = maker.here(contender, candidate)

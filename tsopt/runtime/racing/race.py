@@ -162,10 +162,10 @@ def _timed_at_new_sizes(
         return rows
     calls: dict[str, Callable[..., Any]] = {MODEL: model, **{key: contenders[key] for key in possible}}
     timings = time_at_new_sizes(calls, example, inputs, device_wait(example))
-    return [with_new_sizes(row, timings[row.key], timings[MODEL]) if row.key in timings else row for row in rows]
+    return [_with_new_sizes(row, timings[row.key], timings[MODEL]) if row.key in timings else row for row in rows]
 
 
-def with_new_sizes(row: Row, timing: Timing, base: Timing) -> Row:
+def _with_new_sizes(row: Row, timing: Timing, base: Timing) -> Row:
     """A row with its speed-up over calls with new sizes; one that is slower there is out."""
     if row.key == MODEL:
         return row
@@ -215,7 +215,7 @@ def _timed(
             progress=lambda text: progress(f"time: {text}"),
             known={row.name: call_seconds[row.key] for row in rows if row.name in calls},
             until_decided=not time_all,
-            out=lambda name: None if stay else retire(calls[name]),
+            out=(lambda name: None) if stay else (lambda name: retire(calls[name])),
             stop=stop,
         )
     base = timings[EAGER]
