@@ -38,9 +38,9 @@ from tsopt.regression.machine_state import Meeting
 from tsopt.runtime.backends.candidate import candidates_for
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import Timing, fastest_first, ratio
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SESSIONS = 2  # of each engine in an oracle: no two are equally fast

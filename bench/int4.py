@@ -18,9 +18,9 @@ from bench.side_by_side import summary as summary_of
 from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.layer_table import summary
 from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import speedup
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 20.0

@@ -20,8 +20,8 @@ from bench.side_by_side import summary as summary_of
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.runtime.layer_table import summary
 from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 15.0

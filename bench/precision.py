@@ -16,7 +16,7 @@ from bench.models import MODELS
 from bench.process import Rows, measure_each
 from tsopt.compiler.calls.structure import flatten
 from tsopt.runtime.racing.environment import Environment
-from tsopt.runtime.report import EAGER
+from tsopt.runtime.racing.row import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 15.0

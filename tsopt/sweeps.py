@@ -24,9 +24,10 @@ from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.document import framed
 from tsopt.runtime.page.table import page_of
+from tsopt.runtime.racing.row import Row
 from tsopt.runtime.racing.speedup import Speedup
 from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, ranked, text_table, three_digits
-from tsopt.runtime.report import Report, Row, data_frame
+from tsopt.runtime.report import Report, data_frame
 from tsopt.runtime.thread_count import check_threads
 from tsopt.runtime.untrusted_text import markdown_cell, on_one_line, printable
 

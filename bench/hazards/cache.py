@@ -26,8 +26,9 @@ from bench.hazards import ANY, RIGHT, Case, Outcome
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.row import MODEL
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import MODEL
+from tsopt.runtime.rendering import row_cells
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 PACES = {"eager": 4.0, "eager + passes": 1.0, "TorchScript": 2.0}
@@ -184,7 +185,7 @@ def _any_value(_: str) -> Outcome:
             found = cache.find(entry.stem, (Candidate("eager"), Candidate("torchscript")), 0.1)
             if found is not None:
                 assert found.date
-                assert all(row.cells() and row.record() is not None for row in found.rows)
+                assert all(row_cells(row) and row.record() is not None for row in found.rows)
                 assert all(str(row.accuracy) for row in found.rows if row.accuracy is not None)
     return RIGHT
 

@@ -137,7 +137,8 @@ def bundle(name: str) -> None:
     from tsopt.compiler.calls.example import as_example
     from tsopt.runtime.bundles import store
     from tsopt.runtime.racing.environment import environment as machine
-    from tsopt.runtime.report import Report, Row
+    from tsopt.runtime.racing.row import Row
+    from tsopt.runtime.report import Report
 
     loaded = load_model_file("m.py", [], 0)
     made = tsopt.compile(tsopt.capture(loaded.model, torch.ones(1, 4)), "onnxruntime")

@@ -15,7 +15,8 @@ import tsopt
 from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.bundles import store
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.report import Report, Row
+from tsopt.runtime.racing.row import Row
+from tsopt.runtime.report import Report
 
 
 class Net(nn.Module):

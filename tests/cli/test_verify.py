@@ -157,7 +157,8 @@ def test_code_needs_trust(tsopt, place, write):
     from tsopt.cli.model_file import load_model_file
     from tsopt.compiler.calls.example import as_example
     from tsopt.runtime.racing.environment import environment
-    from tsopt.runtime.report import Report, Row
+    from tsopt.runtime.racing.row import Row
+    from tsopt.runtime.report import Report
 
     loaded = load_model_file(str(place / "m.py"), [], 0)
     made = package.compile(package.capture(loaded.model, loaded.example_input), "torchscript")

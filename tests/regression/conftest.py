@@ -12,8 +12,8 @@ from tests.regression.models import OPTIONS, Net, X
 from tests.runtime.racing.helpers import fast_timings
 from tsopt.regression import sessions
 from tsopt.regression.machine_state import FixedLayers, Meeting
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import EAGER
 
 WOBBLE = (0.0, 0.01, -0.01, 0.005, -0.005)  # from session to session
 

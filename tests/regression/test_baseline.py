@@ -13,8 +13,8 @@ from tests.runtime.reports import FULL
 from tsopt.errors import BundleError, UsageError
 from tsopt.regression.baseline import Baseline, check_replaceable, machine_of, read_baseline, versions_of
 from tsopt.regression.sessions import QUICKEST
+from tsopt.runtime.racing.row import MODEL
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import MODEL
 
 BASELINE = Baseline(
     "net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 13.0, 12, 4, 30, "cosine", 1.0, "here", "torch 2"

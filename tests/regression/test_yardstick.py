@@ -17,7 +17,7 @@ from tsopt.regression import sessions
 from tsopt.regression.baseline import read_baseline
 from tsopt.regression.machine_state import FixedLayers
 from tsopt.regression.yardstick import EagerWork
-from tsopt.runtime.report import EAGER
+from tsopt.runtime.racing.row import EAGER
 
 
 class Busy(Net):

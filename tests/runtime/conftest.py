@@ -13,7 +13,8 @@ import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.report import Report, Row
+from tsopt.runtime.racing.row import Row
+from tsopt.runtime.report import Report
 
 
 def make_mlp() -> nn.Module:

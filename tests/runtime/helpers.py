@@ -19,9 +19,10 @@ from tsopt.runtime.bundles.members import digest_of
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.cache import Entry
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.row import Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
-from tsopt.runtime.report import Report, Row
+from tsopt.runtime.report import Report
 
 # What a cache keeps of one race.
 KEY = "ab" * 32

@@ -8,9 +8,9 @@ from tests.runtime.helpers import report
 from tsopt.compiler.rewriting.pass_base import Declined, Done
 from tsopt.compiler.rewriting.pipeline import PassRecord, Size
 from tsopt.runtime.checking.verdict import Verdict
+from tsopt.runtime.racing.row import Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
-from tsopt.runtime.report import Row
 
 BASE = Row("eager", timing=Timing((2.0, 2.0, 4.0)))
 GOOD = Row(

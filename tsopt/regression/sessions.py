@@ -21,10 +21,10 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.racing.contenders import device_wait
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.racing.timing import rest
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER
 from tsopt.runtime.sandbox.processes import give_back_memory
 
 LEAST = 3  # whatever time is left: fewer do not tell how much they scatter

@@ -16,7 +16,8 @@ from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 if TYPE_CHECKING:
     from tsopt.compiler.rewriting.pipeline import PassRecord
-    from tsopt.runtime.report import Report, Row, RuleRecord
+    from tsopt.runtime.racing.row import Row
+    from tsopt.runtime.report import Report, RuleRecord
 
 COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 TIME = "time"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +12,10 @@ from tsopt.compiler.graph.drawing import Drawn
 from tsopt.compiler.rewriting.pass_base import Declined, Done
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.errors import UsageError
-from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.layer_table import LayerRecord, layer_table
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.outcomes import stopped
-from tsopt.runtime.racing.speedup import UNDECIDED, Speedup, Timing
-from tsopt.runtime.racing.timing import ColdStart
+from tsopt.runtime.racing.row import MODEL, Row
 from tsopt.runtime.rendering import (
     COLUMNS,
     PASS_COLUMNS,
@@ -34,84 +31,6 @@ from tsopt.runtime.rendering import (
 from tsopt.runtime.untrusted_text import markdown_cell
 
 Event = TypeVar("Event", Done, Declined)
-
-MODEL = "model"  # the key of the model itself, as eager runs it
-EAGER = "eager"  # the title of its row
-IN_PARTS = "parts"  # the key of a model that is optimized in parts; the notes of its row are about each of them
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One candidate.
-
-    status: ok, wrong, failed, not checked, not timed, missing, unsupported, no gain, or for reasons of this machine
-    crashed, exited, timed out, out of memory, system error. reason says why it is not ok, or what is
-    undecided about it.
-    cold: its first calls; eager has none, for it was called before.
-    new_sizes: the speed-up over calls with new sizes, where those are served as well; `speedup` repeats the example's.
-    key: what it is known by, `Candidate.key`; the model itself has MODEL.
-    """
-
-    name: str
-    status: str = "ok"
-    reason: str = ""
-    timing: Timing | None = None
-    speedup: Speedup | None = None
-    accuracy: Verdict | None = None
-    compile_seconds: float = 0.0
-    cold: ColdStart | None = None
-    notes: tuple[str, ...] = ()
-    key: str = MODEL
-    new_sizes: Speedup | None = None
-
-    @property
-    def verdict(self) -> str:
-        if self.status != "ok":
-            return self.status
-        return self.speedup.verdict if self.speedup is not None else "baseline"
-
-    @property
-    def is_in_parts(self) -> bool:
-        return self.key == IN_PARTS
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast as eager, on the whole; 0 where it was not timed."""
-        repeated = self.speedup.ratio if self.speedup is not None else 0.0
-        if self.new_sizes is None or self.new_sizes.verdict == UNDECIDED:
-            return repeated
-        return math.sqrt(repeated * self.new_sizes.ratio)
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether it is faster than eager by all that was timed, and nowhere slower."""
-        if self.verdict == "faster" or self.speedup is None or self.new_sizes is None:
-            return self.verdict == "faster"
-        certain = self.speedup.low * self.new_sizes.low > 1  # on the whole
-        return self.verdict == "same" and self.new_sizes.verdict == "faster" and certain
-
-    def record(self) -> dict[str, Any]:
-        """The row for machines, flat: numbers as numbers, None where there is none."""
-        time, gain, accuracy = self.timing, self.speedup, self.accuracy
-        return {
-            "candidate": self.name,
-            "key": self.key,
-            "verdict": self.verdict,
-            "p50_ms": None if time is None else time.p50,
-            "p90_ms": None if time is None else time.p90,
-            "speedup": None if gain is None else _number(gain.ratio),
-            "speedup_low": None if gain is None else _number(gain.low),
-            "speedup_high": None if gain is None else _number(gain.high),
-            "max_difference": None if accuracy is None else accuracy.max_difference,
-            "compile_seconds": self.compile_seconds or None,
-            "first_call_ms": None if self.cold is None else self.cold.first,
-            "slow_calls": None if self.cold is None else self.cold.slow_calls,
-            "reason": self.reason,
-        }
-
-    def cells(self) -> tuple[str, ...]:
-        """The row under COLUMNS."""
-        return row_cells(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +143,7 @@ class Report:
         """The table, the passes and the layers in int8 as GitHub markdown."""
         return markdown_blocks(
             [f"### {markdown_cell(f'{self.model}: {self.winner} wins, {self.why}')}"],
-            markdown_table(COLUMNS, [row.cells() for row in ranked(self)]),
+            markdown_table(COLUMNS, [row_cells(row) for row in ranked(self)]),
             markdown_table(PASS_COLUMNS, pass_cells(self.passes)) if self.passes else [],
             markdown_table(*layer_table(self.quantization)) if self.quantization else [],
             [str(self.environment)],
@@ -236,7 +155,7 @@ class Report:
             "winner": self.winner,
             "winner_key": self.winner_key,
             "why": self.why,
-            "rows": [_row_json(row) for row in self.rows],
+            "rows": [row.to_json() for row in self.rows],
             "passes": [pass_json(record) for record in self.passes],
             "nodes": _before_after(*self.nodes),
             "peak_bytes": _before_after(*self.peak_bytes),
@@ -321,7 +240,7 @@ class Benchmark:
         return next(row for row in self.rows if row.name == name)
 
     def __str__(self) -> str:
-        return "\n".join(text_table(COLUMNS[:5], [row.cells()[:5] for row in self.rows]))
+        return "\n".join(text_table(COLUMNS[:5], [row_cells(row)[:5] for row in self.rows]))
 
 
 def _by_rule(items: Iterable[Event]) -> dict[str, list[Event]]:
@@ -338,40 +257,6 @@ def data_frame(records: Sequence[dict[str, Any]]) -> Any:
     except ImportError as error:
         raise UsageError("a data frame needs pandas", why=str(error), fix="pip install pandas") from error
     return pandas.DataFrame(records)
-
-
-def _number(value: float) -> float | None:
-    """A number for JSON, which has neither NaN nor infinity."""
-    return value if math.isfinite(value) else None
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    out: dict[str, Any] = {"name": row.name, "status": row.status, "verdict": row.verdict, "reason": row.reason}
-    if row.timing is not None:
-        out |= {
-            "p5_ms": row.timing.percentile(5),
-            "p50_ms": row.timing.p50,
-            "p90_ms": row.timing.p90,
-            "p99_ms": row.timing.percentile(99),
-            "std_percent": row.timing.std_percent,
-            "rounds": len(row.timing.samples),
-        }
-    for name, gain in (("speedup", row.speedup), ("speedup_at_new_sizes", row.new_sizes)):
-        if gain is not None:
-            out[name] = {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
-    if row.accuracy is not None:
-        out["accuracy"] = {
-            "ok": row.accuracy.ok,
-            "test": row.accuracy.test,
-            "max_difference": row.accuracy.max_difference,
-            "inputs": list(row.accuracy.inputs),
-            "differences": list(row.accuracy.differences),
-            "sizes": list(row.accuracy.sizes),
-            "skipped": list(row.accuracy.skipped),
-        }
-    if row.cold is not None:
-        out["cold_start"] = {"first_call_ms": row.cold.first, "slow_calls": row.cold.slow_calls}
-    return out | {"compile_seconds": row.compile_seconds, "notes": list(row.notes)}
 
 
 def pass_json(record: PassRecord) -> dict[str, Any]:

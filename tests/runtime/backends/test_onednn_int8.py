@@ -22,7 +22,8 @@ from tsopt.runtime.backends.onednn import OneDnnBackend, lower
 from tsopt.runtime.backends.onednn_int8 import quantize, run_layer
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.report import Report, Row
+from tsopt.runtime.racing.row import Row
+from tsopt.runtime.report import Report
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
 NAN, INF = float("nan"), float("inf")

@@ -7,8 +7,8 @@ import pytest
 from tests.runtime.calling.graphs import Clock
 from tests.runtime.racing.helpers import fast_timings
 from tsopt.runtime.calling import graph_parts, partitioned
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import EAGER
 
 
 @pytest.fixture

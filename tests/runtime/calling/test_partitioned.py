@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 
 import tsopt
 from tests.runtime.calling.parts import QUICK, Block, Branches, Decides, X, optimized
 from tsopt.runtime.calling import partitioned
 from tsopt.runtime.calling.partitioned import PARTS, Partitioned
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import EAGER
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -92,6 +93,48 @@ def test_the_report_says_why_and_what_the_parts_are():
     assert "part 1: " in fast.report.text
     assert fast.report.to_json()["frontend"] == fast.report.frontend
     assert "Partitioned" in repr(fast)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_what_the_model_refuses_is_an_error_of_the_model():
+    model = Chooses().eval()
+    fast = optimized(model)
+    with pytest.raises(RuntimeError) as wanted:
+        model(X.double())
+    with pytest.raises(RuntimeError) as found:
+        fast(X.double())
+    assert (type(found.value), str(found.value)) == (type(wanted.value), str(wanted.value))
+    assert found.value.__context__ is None, "not an error of TorchDynamo, with this one below it"
+    assert fast.backend == "parts"
+    torch.testing.assert_close(fast(X), model(X))
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_what_only_torchdynamo_refuses_is_left_to_the_model():
+    model = Chooses().eval()
+    fast = optimized(model)
+    fast._run = refused_by_torchdynamo
+    with pytest.warns(
+        UserWarning, match=r"runs in eager mode from now on: TorchDynamo cannot .*InternalTorch.*no rule"
+    ):
+        found = fast(X)
+    torch.testing.assert_close(found, model(X))
+    assert fast.backend == "eager"
+    torch.testing.assert_close(fast(X), model(X))
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_a_model_that_its_parts_have_changed_is_not_called_once_more():
+    model = Branches().eval()
+    fast = optimized(model)
+    fast._run = refused_by_torchdynamo
+    with pytest.raises(InternalTorchDynamoError):
+        fast(X)
+    assert model.calls == 0
+
+
+def refused_by_torchdynamo(x):
+    raise InternalTorchDynamoError("no rule for this")
 
 
 def test_the_model_is_left_as_it_was():

@@ -11,8 +11,8 @@ import tsopt
 from tests.runtime.helpers import ENTRY, KEY, candidates
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.row import EAGER
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import EAGER
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 TITLE = "eager + passes"

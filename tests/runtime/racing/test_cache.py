@@ -22,6 +22,7 @@ from tests.runtime.helpers import ENTRY, KEY, candidates
 from tests.runtime.racing.cached import RACING, kept
 from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.racing import cache, cache_files
+from tsopt.runtime.rendering import row_cells
 
 
 def program(scale: float = 1.0, size: int = 3):
@@ -192,7 +193,7 @@ def test_whatever_stands_in_an_entry_it_is_read_or_refused_and_can_be_shown(path
     found = cache.find(KEY, RACING, 1.0)
     if found is not None:
         assert found.date.startswith(("19", "20"))
-        assert all(row.cells() and row.record() for row in found.rows)
+        assert all(row_cells(row) and row.record() for row in found.rows)
 
 
 @given(st.binary(max_size=200))

@@ -8,8 +8,8 @@ import pytest
 
 from tests.runtime.racing.cached import entry, optimize, set_paces
 from tsopt.runtime.racing import cache, cached_race
+from tsopt.runtime.racing.row import EAGER, MODEL, Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
-from tsopt.runtime.report import EAGER, MODEL, Row
 
 
 @pytest.fixture(autouse=True)

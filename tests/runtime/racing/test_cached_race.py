@@ -20,8 +20,8 @@ from tsopt.runtime.racing import cache, cached_race
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.outcomes import LOST
+from tsopt.runtime.racing.row import EAGER, MODEL, Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
-from tsopt.runtime.report import EAGER, MODEL, Row
 from tsopt.runtime.sandbox.processes import descendants
 from tsopt.runtime.sandbox.sandbox import Sandbox
 

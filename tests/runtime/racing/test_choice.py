@@ -7,8 +7,8 @@ import pytest
 from tests.runtime.racing.helpers import STEADY, UNCLEAR, Behaviour, assert_goes_on, fast_timings, raising, row, timings
 from tsopt.runtime.racing import preparation
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.row import MODEL
 from tsopt.runtime.racing.speedup import Timing
-from tsopt.runtime.report import MODEL
 
 
 def test_the_fastest_that_is_right_wins(run_race, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import tsopt
 from tests.runtime.racing.helpers import Behaviour, FaultyBackend, assert_goes_on, fast_timings, raising, row
 from tsopt.runtime.racing.outcomes import NoCandidate
-from tsopt.runtime.report import MODEL
+from tsopt.runtime.racing.row import MODEL
 from tsopt.runtime.sandbox.isolated import CandidateDied
 
 

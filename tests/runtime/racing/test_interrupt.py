@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.racing.helpers import Behaviour, row
 from tsopt.runtime.racing import cached_race, tournament
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
-from tsopt.runtime.report import MODEL
+from tsopt.runtime.racing.row import MODEL
 
 
 def press():

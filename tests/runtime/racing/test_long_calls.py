@@ -17,8 +17,8 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing import choice
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.outcomes import NOT_BIT_EQUAL
+from tsopt.runtime.racing.row import Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
-from tsopt.runtime.report import Row
 
 
 @pytest.fixture

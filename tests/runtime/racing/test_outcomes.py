@@ -13,7 +13,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 import tsopt
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.outcomes import ending_of, stopped
-from tsopt.runtime.report import Row
+from tsopt.runtime.racing.row import Row
 
 EAGER = Row("eager")
 

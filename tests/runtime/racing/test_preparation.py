@@ -8,7 +8,7 @@ from tests.runtime.racing.helpers import Behaviour, row
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
 from tsopt.runtime.racing import contenders, preparation
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.report import MODEL
+from tsopt.runtime.racing.row import MODEL
 
 
 def test_the_cold_start_of_every_candidate_is_told(run_race):

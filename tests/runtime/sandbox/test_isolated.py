@@ -16,7 +16,7 @@ from tests.runtime.sandbox.helpers import FAULTY, running
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import contenders
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.report import MODEL
+from tsopt.runtime.racing.row import MODEL
 from tsopt.runtime.sandbox import isolated, worker
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.sandbox import Sandbox

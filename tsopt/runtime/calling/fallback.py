@@ -12,7 +12,8 @@ from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.report import MODEL, Report, Row
+from tsopt.runtime.racing.row import MODEL, Row
+from tsopt.runtime.report import Report
 
 EAGER = "eager"
 

@@ -38,19 +38,20 @@ from tsopt.runtime.calling.drop_in import DropIn
 from tsopt.runtime.calling.graph_parts import Graph, as_lines
 from tsopt.runtime.calling.optimized import CHANGED
 from tsopt.runtime.calling.own_mode import OwnMode
-from tsopt.runtime.calling.parts_in_turn import Lease, OptimizePart, Parts
+from tsopt.runtime.calling.parts_in_turn import Lease, OptimizePart
+from tsopt.runtime.calling.parts_judged import judged
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.calling.written_state import state_of
-from tsopt.runtime.checking.accuracy import FIRST, ONE_CALL, Oracle
+from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.judge import Judge
-from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
+from tsopt.runtime.racing.row import EAGER, IN_PARTS, MODEL, Row
 from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, rest, seconds_of, seconds_of_calls
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER, IN_PARTS, MODEL, Report, Row
+from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 PARTS = "partitioned"
@@ -111,8 +112,17 @@ class Partitioned(DropIn):
         self._audits.left -= 1
         if self._audits.left < 0:
             return self._looked_at(args, kwargs)
-        with self._modes():
-            return self._mode.as_optimized(self._run)(*args, **kwargs)
+        try:
+            with self._modes():
+                return self._mode.as_optimized(self._run)(*args, **kwargs)
+        except RuntimeError as error:
+            if not self.leaves_no_trace or not _is_of_dynamo(error):
+                raise
+            refused = _said(error)
+        with self._modes():  # it may raise as well, which then is an error of the model, and says more
+            result = self._mode.as_optimized(self.model)(*args, **kwargs)
+        self._retire(f"TorchDynamo cannot trace a call that the model serves ({refused})")
+        return result
 
     def _modes(self) -> AbstractContextManager[Any]:
         """What a call runs in: the Python code between the parts may differentiate, as it does in eager mode."""
@@ -124,16 +134,20 @@ class Partitioned(DropIn):
             found = self.difference(args, kwargs) if audited else ""
         if found:
             self._audits.end()
-            text = f"{CHANGED.format(self.report.model)}: calls keep using the old ones"
             if self._weights is None or not self._weights.changed():
-                self._run, self.backend, self._lease = self.model, "eager", None
-                text = (
-                    f"{self.report.model} runs in eager mode from now on: "
-                    f"an audit found a difference ({found}); {LOOK_AT}"
-                )
-            self.report = self.report.with_audit(text)
-            warnings.warn(f"tsopt: {text}", stacklevel=3)
+                self._retire(f"an audit found a difference ({found}); {LOOK_AT}")
+            else:
+                self._say(f"{CHANGED.format(self.report.model)}: calls keep using the old ones")
         return self._audits.timed(lambda: self(*args, **kwargs))
+
+    def _retire(self, why: str) -> None:
+        self._audits.end()
+        self._run, self.backend, self._lease = self.model, "eager", None
+        self._say(f"{self.report.model} runs in eager mode from now on: {why}")
+
+    def _say(self, text: str) -> None:
+        self.report = self.report.with_audit(text)
+        warnings.warn(f"tsopt: {text}", stacklevel=4)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """How it differs from the model on a call, as `audit.difference` says it."""
@@ -217,7 +231,7 @@ def optimize_partitioned(
                 (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
                 call_seconds = oracle.eager.call_seconds if oracle.eager.takes_long else None
                 parts.weigh(lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0], call_seconds)
-            verdict, spent = _judged(title, run, inputs[0], parts, oracle, model, progress), [traced]
+            verdict, spent = judged(title, run, inputs[0], parts, oracle, model, progress), [traced]
             leaves_no_trace = verdict.ok and _leaves_no_trace(model, inputs[0], state)
             known: dict[str, float] = {}
             if verdict.ok:  # otherwise nobody asks how long it takes
@@ -230,8 +244,7 @@ def optimize_partitioned(
                     rest()
                     known[title] = once_warm(spent, run, inputs[:1], wait)
         except Exception as error:  # from TorchDynamo, or from the model under it
-            said = (str(error).splitlines() or [""])[0][:200]
-            raise CaptureError("TorchDynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
+            raise CaptureError("TorchDynamo cannot run the model", why=_said(error)) from error
         rows = [Row(EAGER), Row(title, accuracy=verdict, cold=ColdStart.of(spent), key=KEYS[title])]
         if not verdict.ok:
             rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
@@ -253,60 +266,6 @@ def optimize_partitioned(
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
     report = _report(model, rows, parts.graphs, because)
     return Partitioned(model, run, report, audits, on_gradients, lease, leaves_no_trace=leaves_no_trace)
-
-
-def _judged(
-    title: str,
-    run: Callable[..., Any],
-    example: Example,
-    parts: Parts,
-    oracle: Oracle,
-    model: Callable[..., Any],
-    progress: Progress,
-) -> Verdict:
-    """The verdict on a model whose parts are optimized in turn, each in a call on the example.
-
-    As soon as the model is wrong, the remaining parts are left as they are. If calls take long, the model is first
-    checked for whether rounding alone makes it wrong.
-    """
-    if oracle.eager.takes_long:
-        unstable = _unstable(run, parts, oracle, progress)
-        if unstable is not None:
-            return unstable
-    for is_last in parts.in_turn():
-        with torch.no_grad(), protected(model):
-            seconds_of_calls(run, [example], 1)
-        if not is_last and not parts.is_changed:
-            continue
-        progress(f"check {title}")
-        verdict = oracle.judge(run, part="" if is_last else FIRST)
-        if not verdict.ok:
-            parts.leave_the_others()
-            break
-    return verdict
-
-
-def _unstable(run: Callable[..., Any], parts: Parts, oracle: Oracle, progress: Progress) -> Verdict | None:
-    """The verdict if the model is wrong even with accurate results for its largest part; None otherwise.
-
-    The results are computed in float64 and rounded. A compiled form of the part is no more accurate than that, so the
-    model would be wrong with it as well, unless the form is bit-equal to eager. Such a form gains next to nothing where
-    calls take long.
-    """
-    with parts.largest_in_float64() as part:
-        if not part:
-            return None
-        progress(f"check {part} in float64")
-        try:
-            verdict = oracle.judge(run, part=ONE_CALL)
-        except Exception as error:  # of the model: between the parts, its code meets values that it may not expect
-            log.info("%s in float64: %r", part, error)
-            return None
-    if verdict.ok:
-        return None
-    found = f"rounding decides its results: they are wrong with {part} in float64"
-    parts.leave_all(f"not tried: {found.replace(part, 'a part')}")
-    return replace(verdict, reason=f"{found}; {verdict.reason}")
 
 
 def _leaves_no_trace(model: Callable[..., Any], example: Example, state: Sequence[torch.Tensor] = ()) -> bool:
@@ -358,6 +317,16 @@ def _by_dynamo(model: Any, backend: Callable[..., Any]) -> Callable[..., Any]:
         {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     )
     return torch.compile(model, backend=backend, dynamic=False, **apart)
+
+
+def _is_of_dynamo(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:

@@ -16,7 +16,8 @@ from tsopt.runtime.rendering import amount, arrow, is_busy, milliseconds, ranked
 
 if TYPE_CHECKING:
     from tsopt.compiler.rewriting.pipeline import PassRecord
-    from tsopt.runtime.report import Report, Row
+    from tsopt.runtime.racing.row import Row
+    from tsopt.runtime.report import Report
 
 TEMPLATE = "report.html.jinja"
 SHORT = 0.05  # seconds: stages that take less are not shown

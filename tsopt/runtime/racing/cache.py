@@ -29,9 +29,9 @@ from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import FILES, LARGEST, clear, entries, forget
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import MISSING, NOT_CHECKED, NOT_TIMED, REFUSED, SLOWER
+from tsopt.runtime.racing.row import MODEL, Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
-from tsopt.runtime.report import MODEL, Row
 
 __all__ = [
     "Entry",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 log = logging.getLogger("tsopt")
-FORMAT = 4
+FORMAT = 5
 MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
@@ -214,12 +214,13 @@ def _check_winner(entry: Entry) -> None:
 
 
 def _row(data: dict[str, Any]) -> Row:
-    parts = ("timing", "speedup", "new_sizes", "accuracy", "cold")
-    timing, gain, new_sizes, accuracy, cold = (data.pop(key) for key in parts)
+    parts = ("timing", "speedup", "timing_at_new_sizes", "new_sizes", "accuracy", "cold")
+    timing, gain, at_new_sizes, new_sizes, accuracy, cold = (data.pop(key) for key in parts)
     return Row(
         status=_one_of(KEPT, data.pop("status")),
         timing=None if timing is None else _timing(timing),
         speedup=None if gain is None else _speedup(gain),
+        timing_at_new_sizes=None if at_new_sizes is None else _timing(at_new_sizes),
         new_sizes=None if new_sizes is None else _speedup(new_sizes),
         accuracy=None if accuracy is None else _verdict(accuracy),
         compile_seconds=_number(data.pop("compile_seconds")),

@@ -18,8 +18,8 @@ from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants
 from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.race import race
+from tsopt.runtime.racing.row import EAGER, MODEL, Row
 from tsopt.runtime.racing.speedup import UNDECIDED
-from tsopt.runtime.report import EAGER, MODEL, Row
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
 RECHECK_SECONDS = 1.0  # seconds: the winner against eager, before it is believed

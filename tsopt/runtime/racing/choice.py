@@ -14,8 +14,8 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
-from tsopt.runtime.racing.speedup import UNDECIDED, Speedup, by_worst, ratio, speedup
-from tsopt.runtime.report import MODEL, Row
+from tsopt.runtime.racing.row import MODEL, Row
+from tsopt.runtime.racing.speedup import UNDECIDED, by_worst, ratio, speedup
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
 EQUAL = 1.03  # times as fast as another: no more than that is between candidates of which the simpler one is chosen
@@ -228,19 +228,22 @@ def _times_slower(row: Row, best: Row) -> float:
     assert row.timing is not None
     assert best.timing is not None
     times = ratio(best.timing, row.timing)
-    if row.new_sizes is None or best.new_sizes is None or not _are_apart(row.new_sizes, best.new_sizes):
-        return times
-    return math.sqrt(times * best.new_sizes.ratio / row.new_sizes.ratio)
+    at_new_sizes = _times_slower_at_new_sizes(row, best)
+    return times if at_new_sizes is None else math.sqrt(times * at_new_sizes)
 
 
-def _are_apart(one: Speedup, other: Speedup) -> bool:
-    return one.high < other.low or other.high < one.low
+def _times_slower_at_new_sizes(row: Row, best: Row) -> float | None:
+    """How many times, over the same calls; None where these do not tell the two apart."""
+    if row.timing_at_new_sizes is None or best.timing_at_new_sizes is None:
+        return None
+    found = speedup(best.timing_at_new_sizes, row.timing_at_new_sizes)
+    return found.ratio if found.verdict in ("faster", "slower") else None
 
 
 def _is_slower(row: Row, best: Row) -> bool:
     """Whether it is slower than the best one, and that is not noise."""
     assert row.timing is not None
     assert best.timing is not None
-    if row.new_sizes is not None and best.new_sizes is not None and _are_apart(row.new_sizes, best.new_sizes):
+    if _times_slower_at_new_sizes(row, best) is not None:
         return _times_slower(row, best) > 1
     return speedup(best.timing, row.timing).verdict == "faster"

@@ -11,6 +11,7 @@ from typing import Any
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.sizes.dims import sampled
 from tsopt.compiler.sizes.specialize import sizes_in
 from tsopt.runtime.checking.inputs import InputSet
@@ -22,7 +23,9 @@ from tsopt.runtime.racing.tournament import order_of
 from tsopt.runtime.sandbox.isolated import CandidateDied
 
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
-IN_A_ROW = 4  # of them, right after one with known sizes: caches are warm, and threads awake
+IN_A_ROW = 4  # of them, right after the largest one: threads are awake, and memory for the others is at hand
+
+SETTLES = 3  # calls of the largest: for the first ones, each block comes from the system; then malloc keeps such blocks
 
 
 def calls_of_new_sizes(
@@ -34,20 +37,23 @@ def calls_of_new_sizes(
         known: other sizes that candidates have been called with.
     """
     seen = {pair for sizes in known for pair in sizes.items()}
-    drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
+    drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES + 1, seed)
     sizes = [item for item in drawn if signature.unmet(item) is None and seen.isdisjoint(item.items())]
-    if len(sizes) < FEWEST_NEW_SIZES:
+    if len(sizes) <= FEWEST_NEW_SIZES:
         return []
     return [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]
 
 
 def time_at_new_sizes(
     calls: Mapping[str, Callable[..., Any]],
-    example: Example,
     inputs: Sequence[InputSet],
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Times callables in turns, each of them once on each of the inputs. Empty if few of them can be timed.
+
+    The largest input is not timed, but begins every block. Who sees a larger input than any before gets its memory page
+    by page from the system, which costs eager up to twice its time, engines that keep memory nothing, and nobody
+    anything in a loop, where the largest input has been soon.
 
     The order turns round from block to block: who comes first on new sizes finds no memory that another has given back.
 
@@ -55,9 +61,10 @@ def time_at_new_sizes(
         calls: the first one is the model. A block that it does not take is left out: some sizes go with others only,
             and to find out before would prepare eager for them. Another one that raises has an `error` instead of more
             samples.
-        example: whose sizes all of them know.
     """
     model = next(iter(calls))
+    largest = max(inputs, key=_elements)
+    inputs = [item for item in inputs if item is not largest]
     spent: dict[str, list[float]] = {name: [] for name in calls}
     errors: dict[str, Exception] = {}
     last = ""
@@ -70,9 +77,9 @@ def time_at_new_sizes(
                 rest()
             last = name
             # Copies: what one of them writes to its input is not for the next one.
-            own = [item.clone() for item in (InputSet("known sizes", example), *block)]
+            own = [item.clone() for item in (*(largest,) * SETTLES, *block)]
             try:
-                found[name] = seconds_of_calls(calls[name], own, 1, 1, len(block), wait)
+                found[name] = seconds_of_calls(calls[name], own, 1, SETTLES, len(block), wait)
             except Exception as error:  # a candidate may raise anything; it costs the candidate alone
                 failed[name] = error
         if model not in failed:
@@ -82,6 +89,11 @@ def time_at_new_sizes(
     if len(spent[model]) < FEWEST_NEW_SIZES:
         return {}
     return {name: _timing(seconds, errors.get(name)) for name, seconds in spent.items()}
+
+
+def _elements(call: InputSet) -> int:
+    leaves, _ = flatten((call.example.args, call.example.kwargs))
+    return sum(leaf.numel() for leaf in leaves)
 
 
 def _timing(seconds: Sequence[float], error: Exception | None) -> Timing:

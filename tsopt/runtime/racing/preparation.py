@@ -20,8 +20,8 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait, retire
 from tsopt.runtime.racing.outcomes import NOT_CHECKED, NOT_TIMED
+from tsopt.runtime.racing.row import EAGER, Row
 from tsopt.runtime.racing.timing import LONG_CALL, ColdStart, first_calls, once_warm, seconds_of
-from tsopt.runtime.report import EAGER, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
 

@@ -35,10 +35,11 @@ from tsopt.runtime.racing.contenders import (
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.racing.new_sizes import calls_of_new_sizes, time_at_new_sizes
 from tsopt.runtime.racing.preparation import prepare
+from tsopt.runtime.racing.row import EAGER, MODEL, Row
 from tsopt.runtime.racing.speedup import Timing, decimals, speedup
 from tsopt.runtime.racing.timing import seconds_of
 from tsopt.runtime.racing.tournament import measure
-from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
+from tsopt.runtime.report import Benchmark
 from tsopt.runtime.sandbox.isolated import Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
 from tsopt.runtime.sandbox.sandbox import Sandbox
@@ -161,7 +162,7 @@ def _timed_at_new_sizes(
     if not possible:
         return rows
     calls: dict[str, Callable[..., Any]] = {MODEL: model, **{key: contenders[key] for key in possible}}
-    timings = time_at_new_sizes(calls, example, inputs, device_wait(example))
+    timings = time_at_new_sizes(calls, inputs, device_wait(example))
     return [_with_new_sizes(row, timings[row.key], timings[MODEL]) if row.key in timings else row for row in rows]
 
 
@@ -174,7 +175,7 @@ def _with_new_sizes(row: Row, timing: Timing, base: Timing) -> Row:
     gain = speedup(timing, base)
     if not gain.rounds:
         return row
-    row = replace(row, new_sizes=gain)
+    row = replace(row, timing_at_new_sizes=timing, new_sizes=gain)
     if gain.ratio >= 1:
         return row
     times = f"{gain.ratio:.{decimals(gain.ratio)}f}x as fast as eager"

@@ -1,0 +1,121 @@
+"""What the race found out about one candidate, and how that ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tsopt.runtime.checking.verdict import Verdict
+from tsopt.runtime.racing.speedup import UNDECIDED, Speedup, Timing
+from tsopt.runtime.racing.timing import ColdStart
+
+MODEL = "model"  # the key of the model itself, as eager runs it
+EAGER = "eager"  # the title of its row
+IN_PARTS = "parts"  # the key of a model that is optimized in parts; the notes of its row are about each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One candidate.
+
+    status: ok, wrong, failed, not checked, not timed, missing, unsupported, no gain, or for reasons of this machine
+    crashed, exited, timed out, out of memory, system error. reason says why it is not ok, or what is
+    undecided about it.
+    cold: its first calls; eager has none, for it was called before.
+    timing_at_new_sizes, new_sizes: times and speed-up of calls with new sizes, where those are served as well; `timing`
+    and `speedup` repeat the example's.
+    key: what it is known by, `Candidate.key`; the model itself has MODEL.
+    """
+
+    name: str
+    status: str = "ok"
+    reason: str = ""
+    timing: Timing | None = None
+    speedup: Speedup | None = None
+    accuracy: Verdict | None = None
+    compile_seconds: float = 0.0
+    cold: ColdStart | None = None
+    notes: tuple[str, ...] = ()
+    key: str = MODEL
+    timing_at_new_sizes: Timing | None = None
+    new_sizes: Speedup | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.status != "ok":
+            return self.status
+        return self.speedup.verdict if self.speedup is not None else "baseline"
+
+    @property
+    def is_in_parts(self) -> bool:
+        return self.key == IN_PARTS
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as eager, on the whole; 0 where it was not timed."""
+        repeated = self.speedup.ratio if self.speedup is not None else 0.0
+        if self.new_sizes is None or self.new_sizes.verdict == UNDECIDED:
+            return repeated
+        return math.sqrt(repeated * self.new_sizes.ratio)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is faster than eager by all that was timed, and nowhere slower."""
+        if self.verdict == "faster" or self.speedup is None or self.new_sizes is None:
+            return self.verdict == "faster"
+        certain = self.speedup.low * self.new_sizes.low > 1  # on the whole
+        return self.verdict == "same" and self.new_sizes.verdict == "faster" and certain
+
+    def record(self) -> dict[str, Any]:
+        """The row for machines, flat: numbers as numbers, None where there is none."""
+        time, gain, accuracy = self.timing, self.speedup, self.accuracy
+        return {
+            "candidate": self.name,
+            "key": self.key,
+            "verdict": self.verdict,
+            "p50_ms": None if time is None else time.p50,
+            "p90_ms": None if time is None else time.p90,
+            "speedup": None if gain is None else _number(gain.ratio),
+            "speedup_low": None if gain is None else _number(gain.low),
+            "speedup_high": None if gain is None else _number(gain.high),
+            "max_difference": None if accuracy is None else accuracy.max_difference,
+            "compile_seconds": self.compile_seconds or None,
+            "first_call_ms": None if self.cold is None else self.cold.first,
+            "slow_calls": None if self.cold is None else self.cold.slow_calls,
+            "reason": self.reason,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The row with all that was measured; what there is none of is left out."""
+        out: dict[str, Any] = {"name": self.name, "status": self.status, "verdict": self.verdict, "reason": self.reason}
+        if self.timing is not None:
+            out |= {
+                "p5_ms": self.timing.percentile(5),
+                "p50_ms": self.timing.p50,
+                "p90_ms": self.timing.p90,
+                "p99_ms": self.timing.percentile(99),
+                "std_percent": self.timing.std_percent,
+                "rounds": len(self.timing.samples),
+            }
+        for name, gain in (("speedup", self.speedup), ("speedup_at_new_sizes", self.new_sizes)):
+            if gain is not None:
+                out[name] = {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
+        if self.accuracy is not None:
+            out["accuracy"] = {
+                "ok": self.accuracy.ok,
+                "test": self.accuracy.test,
+                "max_difference": self.accuracy.max_difference,
+                "inputs": list(self.accuracy.inputs),
+                "differences": list(self.accuracy.differences),
+                "sizes": list(self.accuracy.sizes),
+                "skipped": list(self.accuracy.skipped),
+            }
+        if self.cold is not None:
+            out["cold_start"] = {"first_call_ms": self.cold.first, "slow_calls": self.cold.slow_calls}
+        return out | {"compile_seconds": self.compile_seconds, "notes": list(self.notes)}
+
+
+def _number(value: float) -> float | None:
+    """A number for JSON, which has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
