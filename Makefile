@@ -46,6 +46,7 @@ fuzz: $(READY) ## all tests, including the long fuzzing campaigns
 bench: $(READY) ## benchmark real models, eager against compiled and pass by pass; write bench/results
 	$(BIN)/python -m pytest bench -p no:cacheprovider --benchmark-only --benchmark-json=bench/results/pytest_benchmark.json
 	$(BIN)/python -m bench.side_by_side
+	$(BIN)/python -m bench.loops
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.ablation
 	$(BIN)/python -m bench.engines

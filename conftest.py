@@ -38,7 +38,7 @@ def _hasty() -> Iterator[None]:
     from tsopt.regression import sessions
     from tsopt.runtime.bundles import store
     from tsopt.runtime.calling import graph_parts, in_service, partitioned
-    from tsopt.runtime.racing import new_sizes, preparation, timing, tournament
+    from tsopt.runtime.racing import between_ops, new_sizes, preparation, timing, tournament
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(partitioned.PART, "seconds", 0.05)
@@ -54,6 +54,7 @@ def _hasty() -> Iterator[None]:
         patch.setattr(sessions, "SECONDS", 0.05)
         patch.setattr(timing, "PAUSE", 1e-3)
         patch.setattr(new_sizes, "NEW_SIZES", 0)  # no winner is slow with new sizes
+        patch.setattr(between_ops, "TURNS", 0)  # nor beside torch's threads
         patch.setattr(hybrid_choice, "loss", lambda *_: "")  # nor is what is done around its calls
         patch.setattr(in_service, "LONG", float("inf"))  # nor is it timed in service
         patch.setattr(request, "COMPILED_TOGETHER", float("inf"))  # however long that takes on a busy machine

@@ -148,8 +148,8 @@ def said_of(report: Report, row: Row) -> Iterator[str]:
     """What is to be said of a row: why it is out, what became of parts; how the winner was verified, and its notes."""
     if row.reason:
         yield row.reason
-    if row.new_sizes is not None and row.status == "ok":
-        yield f"calls with new sizes: {row.new_sizes} as fast as eager"
+    if row.status == "ok":
+        yield from (f"when {loop.when}: {loop.speedup} as fast as eager" for loop in row.loops)
     wins = row.key == report.winner_key
     if wins and row.accuracy is not None:
         yield f"verified: {row.accuracy}"

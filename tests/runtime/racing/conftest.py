@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import tsopt
 from tests.runtime.helpers import candidates
 from tests.runtime.racing.helpers import Behaviour
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
-from tsopt.runtime.racing import cached_race, timing, tournament
+from tsopt.runtime.racing import cached_race, loops, timing, tournament
+from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.racing.race import race
+from tsopt.runtime.racing.row import MODEL
+from tsopt.runtime.racing.speedup import Timing
 
 
 class Clock:
@@ -53,6 +58,38 @@ def clock(monkeypatch):
     for (module, name), shipped in SHIPPED.items():  # a clock that only jumps costs no time
         monkeypatch.setattr(module, name, shipped)
     return made
+
+
+@pytest.fixture
+def raced(monkeypatch):
+    """A race of two engines, with what they take in the rounds, and in other loops as far as these are timed."""
+    repeated = {"eager": 2.0, "ONNX Runtime": 1.0, "TorchScript": 1.5}
+    others = {MODEL: 2.0, "onnxruntime": 1.0, "torchscript": 1.5}
+    seen = []
+
+    def measured(calls, inputs, *, out, **_):
+        for name in calls:
+            if repeated[name] > min(repeated.values()):
+                out(name)
+        return {name: Timing((repeated[name],) * 8) for name in calls}
+
+    def timed(calls, inputs, *_):
+        seen.append([len(getattr(item, "example", item).args[0]) for item in inputs])
+        return {key: others[key] if isinstance(others[key], Timing) else Timing((others[key],) * 8) for key in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
+    monkeypatch.setattr(loops, "time_at_new_sizes", timed)
+    monkeypatch.setattr(loops, "time_between_ops", timed)
+
+    def optimized(*sizes, **options):
+        model = torch.nn.Linear(4, 2).eval()
+        options = {"seconds": 0.05, "isolate": False, "cache": False, **options}
+        given = [torch.randn(size, 4) for size in sizes]
+        example = given if len(given) > 1 else given[0]
+        return tsopt.optimize(model, example, backends=("onnxruntime", "torchscript"), **options)
+
+    optimized.repeated, optimized.others, optimized.seen = repeated, others, seen
+    return optimized
 
 
 @pytest.fixture

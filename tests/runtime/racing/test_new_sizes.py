@@ -8,45 +8,19 @@ import torch
 import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking.inputs import InputSet
-from tsopt.runtime.racing import new_sizes
+from tsopt.runtime.racing import loops, new_sizes
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import Clock
 from tsopt.runtime.racing.new_sizes import time_at_new_sizes
-from tsopt.runtime.racing.row import MODEL
+from tsopt.runtime.racing.row import MODEL, NEW_SIZES
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.sandbox.isolated import CandidateDied
 
 
 @pytest.fixture
-def raced(monkeypatch):
-    """A race of two engines for many sizes: how long each takes with sizes that repeat, and with others."""
-    repeated = {"eager": 2.0, "ONNX Runtime": 1.0, "TorchScript": 1.5}
-    others = {MODEL: 2.0, "onnxruntime": 1.0, "torchscript": 1.5}
-    seen = []
-
-    def measured(calls, inputs, *, out, **_):
-        for name in calls:
-            if repeated[name] > min(repeated.values()):
-                out(name)
-        return {name: Timing((repeated[name],) * 8) for name in calls}
-
-    def timed(calls, inputs, wait):
-        seen.append([len(item.example.args[0]) for item in inputs])
-        return {key: others[key] if isinstance(others[key], Timing) else Timing((others[key],) * 8) for key in calls}
-
-    monkeypatch.setattr(race_module, "measure", measured)
-    monkeypatch.setattr(race_module, "time_at_new_sizes", timed)
+def raced(raced, monkeypatch):
     monkeypatch.setattr(new_sizes, "NEW_SIZES", 16)
-
-    def optimized(*sizes, **options):
-        model = torch.nn.Linear(4, 2).eval()
-        options = {"seconds": 0.05, "isolate": False, "cache": False, **options}
-        return tsopt.optimize(
-            model, [torch.randn(size, 4) for size in sizes], backends=("onnxruntime", "torchscript"), **options
-        )
-
-    optimized.repeated, optimized.others, optimized.seen = repeated, others, seen
-    return optimized
+    return raced
 
 
 def test_candidates_for_many_sizes_are_timed_on_sizes_that_they_have_not_seen(raced):
@@ -56,10 +30,11 @@ def test_candidates_for_many_sizes_are_timed_on_sizes_that_they_have_not_seen(ra
     assert len(set(sizes)) == len(sizes) >= 6
     assert not {9, 1, 2, 7, 24} & {*sizes}, "candidates have been judged there"
     assert fast.report.why.startswith("2.00x [2.00, 2.00] as fast as eager, 2.00x [2.00, 2.00] when each call has new")
-    assert "calls with new sizes: 1.33x [1.33, 1.33] as fast as eager" in str(fast.report)
+    assert "when each call has new sizes: 1.33x [1.33, 1.33] as fast as eager" in str(fast.report)
     rows = {row["name"]: row for row in fast.report.to_json()["rows"]}
-    assert rows["TorchScript"]["speedup_at_new_sizes"]["ratio"] == pytest.approx(4 / 3)
-    assert "speedup_at_new_sizes" not in rows["eager"]
+    (loop,) = rows["TorchScript"]["loops"]
+    assert (loop["when"], loop["speedup"]["ratio"]) == (NEW_SIZES, pytest.approx(4 / 3))
+    assert "loops" not in rows["eager"]
 
 
 def test_one_that_is_slower_there_does_not_win(raced):
@@ -83,7 +58,7 @@ def test_one_that_is_as_fast_as_eager_where_sizes_repeat_may_win_with_new_ones(r
     assert fast.report.row("ONNX Runtime").verdict == "same"
     assert fast.report.winning.gain == pytest.approx(2**0.5)
     assert fast.report.why.endswith(
-        "TorchScript is faster where sizes repeat, but not with new ones (1.03x [1.03, 1.03])"
+        "TorchScript is faster where the same calls repeat, but not when each call has new sizes (1.03x [1.03, 1.03])"
     )
 
 
@@ -96,7 +71,7 @@ def test_what_noise_may_have_made_with_new_sizes_does_not_choose(raced):
     raced.others["onnxruntime"] = 1.6
     fast = raced(9, 12)
     assert fast.backend == "torchscript"
-    assert "ONNX Runtime is faster where sizes repeat" in fast.report.why
+    assert "ONNX Runtime is faster where the same calls repeat" in fast.report.why
 
 
 def test_what_eager_takes_with_new_sizes_does_not_hide_who_is_faster_there(raced):
@@ -124,15 +99,15 @@ def test_one_that_fails_there_is_out(raced):
     fast = raced(9, 12)
     assert fast.backend == "torchscript"
     row = fast.report.row("ONNX Runtime")
-    assert (row.status, row.reason) == ("failed", "at new sizes: RuntimeError: no kernel")
+    assert (row.status, row.reason) == ("failed", "when each call has new sizes: RuntimeError: no kernel")
 
 
 @pytest.mark.usefixtures("once_as_shipped")
 def test_one_that_has_left_the_rounds_is_timed_as_well(raced, monkeypatch):
-    monkeypatch.setattr(race_module, "time_at_new_sizes", time_at_new_sizes)
+    monkeypatch.setattr(loops, "time_at_new_sizes", time_at_new_sizes)
     row = raced(9, 12, isolate=True).report.row("TorchScript")
     assert row.status in ("ok", "slower")
-    assert row.new_sizes is not None
+    assert [loop.when for loop in row.loops] == [NEW_SIZES]
 
 
 def test_where_calls_take_long_new_sizes_are_nothing(raced, monkeypatch):
@@ -184,7 +159,8 @@ def test_the_race_is_kept_with_what_was_measured_there(raced, tmp_path, monkeypa
     torch.manual_seed(0)
     again = raced(9, 12, cache=True).report
     assert again.cached
-    assert again.row("ONNX Runtime").new_sizes.ratio == 2.0
+    (loop,) = again.row("ONNX Runtime").loops
+    assert (loop.when, loop.speedup.ratio, loop.timing.p50) == (NEW_SIZES, 2.0, 1.0)
 
 
 @pytest.fixture

@@ -89,6 +89,8 @@ def test_all_is_measured_where_the_calls_are_made():
     assert timing.seconds_of_calls(Elsewhere(), INPUTS, 3) == [2.0]
     counts = {"times": 3, "untimed": 0, "samples": 1}
     assert asked == [("first_calls", INPUTS, {}), ("seconds_of", INPUTS, {}), ("seconds_of_calls", INPUTS, counts)]
+    assert timing.seconds_between_ops(Elsewhere(), INPUTS, **counts) == [2.0]
+    assert asked[-1] == ("seconds_between_ops", INPUTS, counts)
     assert set(timing.MEASUREMENTS) == {how for how, *_ in asked}
 
 

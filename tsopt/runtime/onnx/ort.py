@@ -50,7 +50,7 @@ class OnnxRuntimeBackend:
     threads: intra-op threads; None uses torch's setting at compile time, so that both race with the same number.
     opset: ONNX opset; None uses the exporter's default.
     fused: use the runtime's own operators for attention, RMS norm and SiLU.
-    spinning: let idle threads spin while they wait for work, which takes cores from other processes.
+    spinning: let threads spin while they wait for work within a call, which takes cores from other processes.
     parallel: run independent parts of the graph concurrently.
     arena: keep memory from call to call.
     check_indices: check the indices of each call, whatever the cost; False does so if it takes less than 1 % of a call.
@@ -277,6 +277,8 @@ def open_session(
         wanted.intra_op_num_threads = threads
     chosen = SESSION | {key: bool(options[key]) for key in SESSION if key in options}
     wanted.add_session_config_entry("session.intra_op.allow_spinning", str(int(chosen["spinning"])))
+    # Only within a call: after it, torch's threads and those of others need the cores.
+    wanted.add_session_config_entry("session.force_spinning_stop", "1")
     if int8_weights.GROUP not in options:
         # By default, it would round the inputs of products with integer constants, which are the user's own here:
         # a model that has some has none of ours.

@@ -29,7 +29,7 @@ from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import FILES, LARGEST, clear, entries, forget
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import MISSING, NOT_CHECKED, NOT_TIMED, REFUSED, SLOWER
-from tsopt.runtime.racing.row import MODEL, Row
+from tsopt.runtime.racing.row import LOOPS, MODEL, Loop, Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
 
@@ -214,19 +214,21 @@ def _check_winner(entry: Entry) -> None:
 
 
 def _row(data: dict[str, Any]) -> Row:
-    parts = ("timing", "speedup", "timing_at_new_sizes", "new_sizes", "accuracy", "cold")
-    timing, gain, at_new_sizes, new_sizes, accuracy, cold = (data.pop(key) for key in parts)
+    timing, gain, loops, accuracy, cold = (data.pop(key) for key in ("timing", "speedup", "loops", "accuracy", "cold"))
     return Row(
         status=_one_of(KEPT, data.pop("status")),
         timing=None if timing is None else _timing(timing),
         speedup=None if gain is None else _speedup(gain),
-        timing_at_new_sizes=None if at_new_sizes is None else _timing(at_new_sizes),
-        new_sizes=None if new_sizes is None else _speedup(new_sizes),
+        loops=tuple(map(_loop, _items(loops))),
         accuracy=None if accuracy is None else _verdict(accuracy),
         compile_seconds=_number(data.pop("compile_seconds")),
         cold=None if cold is None else ColdStart(_number(cold["first"]), _count(cold["slow_calls"])),
         **_texts(Row, data),
     )
+
+
+def _loop(data: dict[str, Any]) -> Loop:
+    return Loop(_one_of(LOOPS, data["when"]), _timing(data["timing"]), _speedup(data["speedup"]))
 
 
 def _timing(data: dict[str, Any]) -> Timing:

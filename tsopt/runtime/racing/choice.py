@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +13,9 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
-from tsopt.runtime.racing.row import MODEL, Row
+from tsopt.runtime.racing.row import MODEL, Loop, Row, geometric_mean
 from tsopt.runtime.racing.speedup import UNDECIDED, by_worst, ratio, speedup
-from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
+from tsopt.runtime.sandbox.isolated import Isolated
 
 EQUAL = 1.03  # times as fast as another: no more than that is between candidates of which the simpler one is chosen
 
@@ -89,12 +88,12 @@ def choose(
         except UsageError:  # the user's metric failed, not the candidate
             raise
         except Exception as error:  # whatever it raises, it is out
-            ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
+            ending = outcomes.ending_of(error)
             status = ending if ending in outcomes.LOST else "wrong"
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
-            new = "" if row.new_sizes is None else f", {row.new_sizes} when each call has new sizes"
-            why = f"{row.speedup} as fast as eager{new}"
+            why = f"{row.speedup} as fast as eager"
+            why += "".join(f", {loop.speedup} when {loop.when}" for loop in row.loops)
             why += _level_with(row, faster, candidates) + _why_not_the_largest_gain(row, faster)
             chosen = replace(row, notes=executable.notes, accuracy=_wider(row.accuracy, verdict))
             rows = [chosen if r is row else r for r in rows]
@@ -133,7 +132,9 @@ def _why_not_the_largest_gain(chosen: Row, faster: Sequence[Row]) -> str:
     assert chosen.timing is not None
     times = ratio(chosen.timing, larger.timing)
     if times <= 1:
-        return f"; {larger.name} is faster where sizes repeat, but not with new ones ({larger.new_sizes})"
+        slower = [loop for loop, times in _told_apart(larger, chosen) if times > 1]
+        when = " and ".join(f"when {loop.when} ({loop.speedup})" for loop in slower)
+        return f"; {larger.name} is faster where the same calls repeat, but not {when}"
     return f"; {larger.name} gained more when eager was slow, but takes {times:.2f} times as long in the same rounds"
 
 
@@ -221,29 +222,23 @@ def _with_first(ranked: list[Row], fastest: Row, is_preferred: Callable[[Row], b
 
 
 def _times_slower(row: Row, best: Row) -> float:
-    """How many times, in the rounds that they share.
-
-    The geometric mean of that and of how many times it is over calls with new sizes, if these tell the two apart.
-    """
+    """How many times, in the rounds that they share and in the loops that tell them apart: the geometric mean."""
     assert row.timing is not None
     assert best.timing is not None
-    times = ratio(best.timing, row.timing)
-    at_new_sizes = _times_slower_at_new_sizes(row, best)
-    return times if at_new_sizes is None else math.sqrt(times * at_new_sizes)
+    return geometric_mean([ratio(best.timing, row.timing), *(times for _, times in _told_apart(row, best))])
 
 
-def _times_slower_at_new_sizes(row: Row, best: Row) -> float | None:
-    """How many times, over the same calls; None where these do not tell the two apart."""
-    if row.timing_at_new_sizes is None or best.timing_at_new_sizes is None:
-        return None
-    found = speedup(best.timing_at_new_sizes, row.timing_at_new_sizes)
-    return found.ratio if found.verdict in ("faster", "slower") else None
+def _told_apart(row: Row, best: Row) -> list[tuple[Loop, float]]:
+    """The loops of a row in which it is faster or slower than the best one, and that is not noise; how many times."""
+    of_best = {loop.when: loop.timing for loop in best.loops}
+    shared = [(loop, speedup(of_best[loop.when], loop.timing)) for loop in row.loops if loop.when in of_best]
+    return [(loop, found.ratio) for loop, found in shared if found.verdict in ("faster", "slower")]
 
 
 def _is_slower(row: Row, best: Row) -> bool:
     """Whether it is slower than the best one, and that is not noise."""
     assert row.timing is not None
     assert best.timing is not None
-    if _times_slower_at_new_sizes(row, best) is not None:
+    if _told_apart(row, best):
         return _times_slower(row, best) > 1
     return speedup(best.timing, row.timing).verdict == "faster"

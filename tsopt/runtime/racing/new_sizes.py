@@ -16,11 +16,9 @@ from tsopt.compiler.sizes.dims import sampled
 from tsopt.compiler.sizes.specialize import sizes_in
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.other_sizes import call_at
-from tsopt.runtime.racing.outcomes import ending_of
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.racing.timing import Remote, rest, seconds_of_calls
-from tsopt.runtime.racing.tournament import order_of
-from tsopt.runtime.sandbox.isolated import CandidateDied
+from tsopt.runtime.racing.tournament import order_of, timing_of
 
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
 IN_A_ROW = 4  # of them, right after the largest one: threads are awake, and memory for the others is at hand
@@ -88,17 +86,9 @@ def time_at_new_sizes(
                 spent[name] += seconds
     if len(spent[model]) < FEWEST_NEW_SIZES:
         return {}
-    return {name: _timing(seconds, errors.get(name)) for name, seconds in spent.items()}
+    return {name: timing_of(seconds, errors.get(name)) for name, seconds in spent.items()}
 
 
 def _elements(call: InputSet) -> int:
     leaves, _ = flatten((call.example.args, call.example.kwargs))
     return sum(leaf.numel() for leaf in leaves)
-
-
-def _timing(seconds: Sequence[float], error: Exception | None) -> Timing:
-    samples = tuple(value * 1e3 for value in seconds)
-    if error is None:
-        return Timing(samples)
-    ending = error.kind if isinstance(error, CandidateDied) else ending_of(error)
-    return Timing(samples, error=f"{type(error).__name__}: {str(error)[:200]}", ending=ending)

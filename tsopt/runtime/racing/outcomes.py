@@ -48,7 +48,10 @@ class Ended(Protocol):
 
 
 def ending_of(error: BaseException) -> str:
-    """The status of a candidate that raised: for want of memory, by the system, or `failed`."""
+    """The status of a candidate that raised: how its process ended, for want of memory, by the system, or `failed`."""
+    kind = getattr(error, "kind", None)
+    if kind in LOST:
+        return str(kind)
     for item in _chain(error):
         if type(item).__name__ in _NO_ROOM:
             return OUT_OF_MEMORY

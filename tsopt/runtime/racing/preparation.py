@@ -22,7 +22,7 @@ from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, R
 from tsopt.runtime.racing.outcomes import NOT_CHECKED, NOT_TIMED
 from tsopt.runtime.racing.row import EAGER, Row
 from tsopt.runtime.racing.timing import LONG_CALL, ColdStart, first_calls, once_warm, seconds_of
-from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
+from tsopt.runtime.sandbox.isolated import Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
 
 SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewer threads
@@ -363,7 +363,7 @@ def _failing_only_the_candidate(entry: _Entry) -> Iterator[None]:
     except NoGain as error:
         status, reason = "no gain", error.what
     except TsoptError as error:
-        status, reason = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error), _reason(error)
+        status, reason = outcomes.ending_of(error), _reason(error)
     except Exception as error:  # a candidate may raise anything
         status, reason = outcomes.ending_of(error), f"{type(error).__name__}: {str(error)[:200]}"
     entry.leave(status, reason)

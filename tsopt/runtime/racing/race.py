@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -15,7 +15,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.inputs import InputSet, values_near
+from tsopt.runtime.checking.inputs import values_near
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.made_up import why_near
 from tsopt.runtime.checking.repeated_calls import unsteady
@@ -33,10 +33,11 @@ from tsopt.runtime.racing.contenders import (
     retire,
 )
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
-from tsopt.runtime.racing.new_sizes import calls_of_new_sizes, time_at_new_sizes
+from tsopt.runtime.racing.loops import timed_in_loops
+from tsopt.runtime.racing.new_sizes import calls_of_new_sizes
 from tsopt.runtime.racing.preparation import prepare
 from tsopt.runtime.racing.row import EAGER, MODEL, Row
-from tsopt.runtime.racing.speedup import Timing, decimals, speedup
+from tsopt.runtime.racing.speedup import Timing, speedup
 from tsopt.runtime.racing.timing import seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import Benchmark
@@ -97,6 +98,8 @@ def race(
         signature = cast(Program, programs[FP32]).signature
         known = [item.sizes for item in settings.held_out]
         new = calls_of_new_sizes(signature, example, known, settings.seed) if is_short else []
+        shares = is_short and not is_on_gpu(example) and torch.get_num_threads() > 1
+        other_loops = bool(new) or shares
         maker.limit(clock)
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:
@@ -104,14 +107,15 @@ def race(
                 *(model, captured, judge, rows, contenders, call_seconds, limits, progress),
                 stop=interrupted,
                 time_all=settings.time_all,
-                stay=bool(new),
+                stay=other_loops,
             )
             was_interrupted = interrupted()
         maker.limit(clock, least=TO_VERIFY)
-        if new:  # whatever is left of the budget: nobody wins who loses there
-            progress("time: calls with new sizes")
+        if other_loops:  # whatever is left of the budget: nobody wins who loses there
+            progress("time: other loops")
+            between = judge.inputs if shares else ()
             with protected(model, written=captured.state.values()), mode_of(captured):
-                rows = _timed_at_new_sizes(model, example, new, rows, contenders)
+                rows = timed_in_loops(model, eager_seconds, between, new, rows, contenders, device_wait(example))
             for row in rows:
                 if row.key in contenders and not row.is_faster:
                     retire(contenders[row.key])
@@ -148,38 +152,6 @@ def _eager_seconds(model: Callable[..., Any], captured: Program, judge: Judge, t
         return judge.oracle.eager.call_seconds
     with protected(model, written=captured.state.values()), mode_of(captured):
         return seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
-
-
-def _timed_at_new_sizes(
-    model: Callable[..., Any],
-    example: Example,
-    inputs: Sequence[InputSet],
-    rows: list[Row],
-    contenders: Mapping[str, Contender],
-) -> list[Row]:
-    """Rows with the speed-up over calls with new sizes; those that are slower there are out."""
-    possible = [row.key for row in rows if row.key in contenders and row.verdict in ("faster", "same")]
-    if not possible:
-        return rows
-    calls: dict[str, Callable[..., Any]] = {MODEL: model, **{key: contenders[key] for key in possible}}
-    timings = time_at_new_sizes(calls, inputs, device_wait(example))
-    return [_with_new_sizes(row, timings[row.key], timings[MODEL]) if row.key in timings else row for row in rows]
-
-
-def _with_new_sizes(row: Row, timing: Timing, base: Timing) -> Row:
-    """A row with its speed-up over calls with new sizes; one that is slower there is out."""
-    if row.key == MODEL:
-        return row
-    if timing.error:
-        return replace(row, status=timing.ending, reason=f"at new sizes: {timing.error}")
-    gain = speedup(timing, base)
-    if not gain.rounds:
-        return row
-    row = replace(row, timing_at_new_sizes=timing, new_sizes=gain)
-    if gain.ratio >= 1:
-        return row
-    times = f"{gain.ratio:.{decimals(gain.ratio)}f}x as fast as eager"
-    return replace(row, status=outcomes.SLOWER, reason=f"after timing: {times} when each call has new sizes")
 
 
 def _timed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,23 @@ from tsopt.runtime.racing.timing import ColdStart
 
 MODEL = "model"  # the key of the model itself, as eager runs it
 EAGER = "eager"  # the title of its row
+# What loops other than the rounds' are like.
+NEW_SIZES, BETWEEN_OPS = "each call has new sizes", "torch computes between calls"
+LOOPS = (NEW_SIZES, BETWEEN_OPS)
 IN_PARTS = "parts"  # the key of a model that is optimized in parts; the notes of its row are about each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Calls in a loop that does not repeat the same calls at once, as the rounds do.
+
+    when: what it is like, one of LOOPS.
+    speedup: over eager in such a loop.
+    """
+
+    when: str
+    timing: Timing
+    speedup: Speedup
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +40,7 @@ class Row:
     crashed, exited, timed out, out of memory, system error. reason says why it is not ok, or what is
     undecided about it.
     cold: its first calls; eager has none, for it was called before.
-    timing_at_new_sizes, new_sizes: times and speed-up of calls with new sizes, where those are served as well; `timing`
-    and `speedup` repeat the example's.
+    loops: what was measured in other loops than that of the rounds, which `timing` and `speedup` are about.
     key: what it is known by, `Candidate.key`; the model itself has MODEL.
     """
 
@@ -38,8 +54,7 @@ class Row:
     cold: ColdStart | None = None
     notes: tuple[str, ...] = ()
     key: str = MODEL
-    timing_at_new_sizes: Timing | None = None
-    new_sizes: Speedup | None = None
+    loops: tuple[Loop, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -53,19 +68,19 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as eager, on the whole; 0 where it was not timed."""
-        repeated = self.speedup.ratio if self.speedup is not None else 0.0
-        if self.new_sizes is None or self.new_sizes.verdict == UNDECIDED:
-            return repeated
-        return math.sqrt(repeated * self.new_sizes.ratio)
+        """How many times as fast as eager, the geometric mean over all loops; 0 where it was not timed."""
+        if self.speedup is None:
+            return 0.0
+        decided = (loop.speedup.ratio for loop in self.loops if loop.speedup.verdict != UNDECIDED)
+        return geometric_mean([self.speedup.ratio, *decided])
 
     @property
     def is_faster(self) -> bool:
         """Whether it is faster than eager by all that was timed, and nowhere slower."""
-        if self.verdict == "faster" or self.speedup is None or self.new_sizes is None:
+        if self.verdict != "same" or self.speedup is None:
             return self.verdict == "faster"
-        certain = self.speedup.low * self.new_sizes.low > 1  # on the whole
-        return self.verdict == "same" and self.new_sizes.verdict == "faster" and certain
+        faster = [loop.speedup.low for loop in self.loops if loop.speedup.verdict == "faster"]
+        return bool(faster) and self.speedup.low * max(faster) > 1  # on the whole
 
     def record(self) -> dict[str, Any]:
         """The row for machines, flat: numbers as numbers, None where there is none."""
@@ -98,9 +113,10 @@ class Row:
                 "std_percent": self.timing.std_percent,
                 "rounds": len(self.timing.samples),
             }
-        for name, gain in (("speedup", self.speedup), ("speedup_at_new_sizes", self.new_sizes)):
-            if gain is not None:
-                out[name] = {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
+        if self.speedup is not None:
+            out["speedup"] = _speedup_json(self.speedup)
+        if self.loops:
+            out["loops"] = [{"when": loop.when, "speedup": _speedup_json(loop.speedup)} for loop in self.loops]
         if self.accuracy is not None:
             out["accuracy"] = {
                 "ok": self.accuracy.ok,
@@ -114,6 +130,14 @@ class Row:
         if self.cold is not None:
             out["cold_start"] = {"first_call_ms": self.cold.first, "slow_calls": self.cold.slow_calls}
         return out | {"compile_seconds": self.compile_seconds, "notes": list(self.notes)}
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def _speedup_json(gain: Speedup) -> dict[str, Any]:
+    return {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
 
 
 def _number(value: float) -> float | None:

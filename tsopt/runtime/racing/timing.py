@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from tsopt.compiler.calls.example import Example
 from tsopt.errors import BackendError
 
@@ -26,6 +28,7 @@ LONG_CALL = 0.5  # seconds: whoever waits for calls that take longer notices eac
 SHORT, SAMPLE = 2e-3, 2.5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
 TURNS, FEW = 9, 3  # of short calls that are compared; if the slowest turn of one is faster than all turns of the others
 CLEARLY = 1.2  # times faster
+ELEMENTS = 2**17  # of an operation on all threads, such as the normalization of a picture
 TRIES = 3  # for a sample, where the clock stands still or goes back
 
 
@@ -210,9 +213,31 @@ def seconds_of(call: Callable[..., Any], inputs: Sequence[Example], wait: Callab
         seconds, times = found, max(times + 1, min(1000, int(SAMPLE / max(found, 1e-7))))
 
 
+def seconds_between_ops(
+    call: Callable[..., Any],
+    inputs: Sequence[Example],
+    times: int,
+    untimed: int,
+    samples: int,
+    wait: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """`seconds_of_calls` with an operation of torch after each call, on all of its threads; both count."""
+    if isinstance(call, Remote):
+        return call.timed("seconds_between_ops", inputs, times=times, untimed=untimed, samples=samples)
+    numbers = torch.ones(ELEMENTS)
+
+    def both(*args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+        numbers.mul_(1.0)
+
+    with torch.no_grad():
+        return seconds_of_calls(both, inputs, times, untimed, samples, wait)
+
+
 # By name, for another process.
 MEASUREMENTS: Mapping[str, Callable[..., list[float]]] = {
     "first_calls": first_calls,
     "seconds_of_calls": seconds_of_calls,
+    "seconds_between_ops": seconds_between_ops,
     "seconds_of": lambda call, inputs: [seconds_of(call, inputs)],
 }

@@ -210,7 +210,17 @@ def _attempt(
     except Exception as error:  # a candidate may raise anything; it costs the candidate alone
         if is_baseline:
             raise
-        lane.error, lane.ending = f"{type(error).__name__}: {str(error)[:200]}", ending_of(error)
+        lane.error, lane.ending = _said(error), ending_of(error)
+
+
+def timing_of(seconds: Sequence[float], error: Exception | None) -> Timing:
+    """Samples of a candidate, and what it raised."""
+    samples = tuple(value * 1e3 for value in seconds)
+    return Timing(samples) if error is None else Timing(samples, error=_said(error), ending=ending_of(error))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
