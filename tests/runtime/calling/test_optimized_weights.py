@@ -207,3 +207,60 @@ def test_layers_of_other_weights_are_not_timed(net, made):
     change(net)
     with pytest.raises(tsopt.WeightsChangedError):
         fast.profile()
+
+
+class Positions(nn.Module):
+    """Keeps what it adds by position for later calls, as position encodings do, and makes more for longer ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("added", None, persistent=False)
+
+    def forward(self, x):
+        if self.added is None or len(self.added) < len(x):
+            self.added = torch.arange(len(x)).sqrt()
+        return self.layer(x) + self.added[: len(x), None]
+
+
+@pytest.fixture
+def positions():
+    model = Positions().eval().requires_grad_(False)
+    options = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("torchscript",), "audit": 0}
+    return model, tsopt.optimize(model, X, **options)
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_what_a_model_keeps_for_later_calls_is_no_new_weight(positions):
+    model, fast = positions
+    assert fast.backend == "torchscript"
+    assert model.added is None
+    for rows in (2, 5, 3, 9):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x), msg=f"{rows} rows, after the model itself has seen as many")
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_what_is_put_there_instead_is(positions):
+    model, fast = positions
+    wanted = model(X)
+    model.added = torch.full((7,), 3.0)
+    torch.testing.assert_close(fast(X), wanted)
+    with pytest.raises(tsopt.WeightsChangedError, match=r"where: added\n"):
+        fast(Y)
+    model.added = None
+    fast(Y)
+    model.layer.weight.mul_(2)
+    model.layer.bias.mul_(2)
+    with pytest.raises(tsopt.WeightsChangedError, match=r"where: layer.weight, layer.bias\n"):
+        fast(torch.randn(8, 6))
+
+
+def test_of_many_weights_that_have_changed_some_are_named(net, made):
+    fast = made()
+    change(net)
+    with pytest.raises(
+        tsopt.WeightsChangedError, match=r"where: layers.0.weight, layers.0.bias, layers.1.weight and 5 more\n"
+    ):
+        fast(Y)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
+NAMED = 3  # weights in an error; what has changed one has often changed all
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls between checks of the weights, if eager won
 EAGER_WON = "eager won, so calls run the model itself; what is timed here is the optimized program"
@@ -207,12 +208,22 @@ class Optimized(DropIn):
         weights = self._weights
         if self.executable is None or weights is None or not (thoroughly or weights.touched()):
             return
-        if weights.changed():
+        if not weights.changed():
+            return
+        if weights.only_caches_grew() and self._agrees_with_the_model():
+            weights.renew()
+        else:
             raise WeightsChangedError(
                 CHANGED.format(self.report.model),
+                where=_listed(weights.changes()),
                 why="compiled signatures keep the old weights, but a new signature or export would use the new ones",
                 fix="optimize the model again",
             )
+
+    def _agrees_with_the_model(self) -> bool:
+        assert self.executable is not None
+        with torch.no_grad():
+            return executable_difference(self.executable, self._mode.in_eval(), self.example) == ""
 
     def _retire(self, found: str) -> None:
         """Falls back to eager for every signature: what is wrong with one may be wrong with all."""
@@ -380,3 +391,8 @@ class Optimized(DropIn):
 
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

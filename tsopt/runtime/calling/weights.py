@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,17 +34,18 @@ class Weights:
     ) -> None:
         self._model, self._also = model, list(also)
         self._out = [*written]
-        self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors()]
+        self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors().values()]
         self._written = False  # by somebody who does not count
         unseen_writes.tell(self)
         self._digest = self._now() if exact else None
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         out = {_address(tensor) for tensor in self._out}
-        own = tensors_of(self._model)
-        mine = {_address(tensor) for tensor in own}
-        tensors = [*own, *(tensor for tensor in self._also if _address(tensor) not in mine)]
-        return [tensor for tensor in tensors if has_place(tensor) and _address(tensor) not in out]
+        own = named_tensors_of(self._model)
+        mine = {_address(tensor) for tensor in own.values()}
+        others = [tensor for tensor in self._also if _address(tensor) not in mine]
+        tensors = own | {f"tensor {number} outside of the modules": tensor for number, tensor in enumerate(others, 1)}
+        return {name: tensor for name, tensor in tensors.items() if has_place(tensor) and _address(tensor) not in out}
 
     def touched(self) -> bool:
         """Whether somebody has written to one of them, or put another in its place, as far as torch knows."""
@@ -64,8 +65,37 @@ class Weights:
         self._seen = [(tensor, _touch(tensor)) for tensor, _ in self._seen]  # written, with the same values
         return False
 
-    def _now(self) -> list[tuple[Any, int]]:
-        return [((tensor.dtype, tensor.shape), _checksum(tensor)) for tensor in self._tensors()]
+    def changes(self) -> list[str]:
+        """The names of those that have other values, are new, or are gone. Reads every weight."""
+        before, now = self._digest or {}, self._now()
+        return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+    def only_caches_grew(self) -> bool:
+        """Whether all that has changed is buffers that are new or of another size, as those are that a model fills.
+
+        What a model keeps for later calls is filled by the first call that needs it, whoever makes that call.
+        """
+        before, now = self._digest or {}, self._tensors()
+
+        def is_cache(name: str) -> bool:
+            tensor, known = now.get(name), before.get(name)
+            if tensor is None or isinstance(tensor, nn.Parameter):
+                return False
+            return known is None or known[0] != _kind(tensor)
+
+        return all(map(is_cache, self.changes()))
+
+    def renew(self) -> None:
+        """What they are now is what counts."""
+        self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors().values()]
+        self._digest = None if self._digest is None else self._now()
+
+    def _now(self) -> dict[str, tuple[Any, int]]:
+        return {name: (_kind(tensor), _checksum(tensor)) for name, tensor in self._tensors().items()}
+
+
+def _kind(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.shape
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -89,7 +119,13 @@ def has_place(tensor: torch.Tensor) -> bool:
     return not lazy and is_dense and type(tensor).__torch_dispatch__ is _NO_DISPATCH
 
 
-def tensors_of(model: Any) -> Sequence[torch.Tensor]:
-    """The parameters and buffers of a module, each once; none of a function."""
-    held = [tensor for m in modules_of(model) for tensor in (*m._parameters.values(), *m._buffers.values())]
-    return [*{id(tensor): tensor for tensor in held if tensor is not None}.values()]
+def named_tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module, each once, by name; none of a function."""
+    root = next(iter(modules_of(model)), None)
+    places = {} if root is None else dict(root.named_modules())
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for place, module in places.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), (f"{place}.{name}".lstrip("."), tensor))
+    return dict(found.values())
