@@ -215,7 +215,7 @@ class Optimized(DropIn):
         else:
             raise WeightsChangedError(
                 CHANGED.format(self.report.model),
-                where=_listed(weights.changes()),
+                where=_listed(weights.changes()) or None,
                 why="compiled signatures keep the old weights, but a new signature or export would use the new ones",
                 fix="optimize the model again",
             )

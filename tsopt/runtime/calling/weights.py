@@ -66,8 +66,10 @@ class Weights:
         return False
 
     def changes(self) -> list[str]:
-        """The names of those that have other values, are new, or are gone. Reads every weight."""
-        before, now = self._digest or {}, self._now()
+        """The names of those that have other values, are new, or are gone; none if not `exact`. Reads every weight."""
+        if self._digest is None:
+            return []
+        before, now = self._digest, self._now()
         return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
     def only_caches_grew(self) -> bool:
@@ -83,7 +85,8 @@ class Weights:
                 return False
             return known is None or known[0] != _kind(tensor)
 
-        return all(map(is_cache, self.changes()))
+        changes = self.changes()
+        return bool(changes) and all(map(is_cache, changes))
 
     def renew(self) -> None:
         """What they are now is what counts."""
