@@ -19,7 +19,7 @@ from tsopt.runtime.bundles.members import digest_of
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.cache import Entry
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.row import Row
+from tsopt.runtime.racing.row import BETWEEN_OPS, Loop, Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.report import Report
@@ -38,6 +38,7 @@ ENTRY = Entry(
             cold=ColdStart(7.5, 2),
             notes=("a note",),
             key="onnxruntime",
+            loops=(Loop(BETWEEN_OPS, Timing((1.2, 1.3)), Speedup(1.5, 1.4, 1.6)),),
         ),
         Row("TorchScript", "wrong", "it is", key="torchscript"),
     ),

@@ -257,6 +257,18 @@ def test_what_is_put_there_instead_is(positions):
         fast(torch.randn(8, 6))
 
 
+@pytest.mark.usefixtures("always_faster")
+def test_a_difference_that_such_values_do_not_explain_is_one(positions):
+    model, fast = positions
+    fast._audits = Audits(1.0, choose=lambda below: 0)
+    fast._audits.left = fast._audits.count = 0
+    model.added = torch.full((7,), 3.0)
+    with pytest.warns(UserWarning, match="an audit found a difference") as warned:
+        found = fast(X)
+    assert warned[0].filename == __file__
+    torch.testing.assert_close(found, model(X))
+
+
 def test_of_many_weights_that_have_changed_some_are_named(net, made):
     fast = made()
     change(net)

@@ -114,10 +114,10 @@ def test_what_only_torchdynamo_refuses_is_left_to_the_model():
     model = Chooses().eval()
     fast = optimized(model)
     fast._run = refused_by_torchdynamo
-    with pytest.warns(
-        UserWarning, match=r"runs in eager mode from now on: TorchDynamo cannot .*InternalTorch.*no rule"
-    ):
+    said = r"runs in eager mode from now on: TorchDynamo fails on a call .*InternalTorch.*no rule"
+    with pytest.warns(UserWarning, match=said) as warned:
         found = fast(X)
+    assert warned[0].filename == __file__
     torch.testing.assert_close(found, model(X))
     assert fast.backend == "eager"
     torch.testing.assert_close(fast(X), model(X))
@@ -131,6 +131,20 @@ def test_a_model_that_its_parts_have_changed_is_not_called_once_more():
     with pytest.raises(InternalTorchDynamoError):
         fast(X)
     assert model.calls == 0
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_nor_one_whose_inputs_they_have_written():
+    fast = optimized(Chooses().eval())
+
+    def writes(x):
+        x.add_(1)
+        refused_by_torchdynamo(x)
+
+    fast._run = writes
+    with pytest.raises(InternalTorchDynamoError):
+        fast(X.clone())
+    assert fast.backend == "parts"
 
 
 def refused_by_torchdynamo(x):

@@ -196,6 +196,8 @@ def test_options_reach_the_session_and_the_one_that_is_loaded(
     loaded = tsopt.load(save(chosen, tmp_path / "m.tsopt", mlp, mlp_input))
     torch.testing.assert_close(loaded(mlp_input), plain(mlp_input))
     assert [read(options) for options in sessions] == [False, True, True]
+    stops = [options.get_session_config_entry("session.force_spinning_stop") for options in sessions]
+    assert stops == ["1"] * 3, "threads that spin after a call are in the way of torch's"
 
 
 @pytest.mark.parametrize(

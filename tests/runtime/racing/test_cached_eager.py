@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.racing.cached import entry, optimize, set_paces
 from tsopt.runtime.racing import cache, cached_race
-from tsopt.runtime.racing.row import EAGER, MODEL, Row
+from tsopt.runtime.racing.row import EAGER, LOOPS, MODEL, Loop, Row
 from tsopt.runtime.racing.speedup import Speedup, Timing
 
 
@@ -98,11 +98,13 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
     assert [len(backends) for backends in races] == [2, 1]
 
 
-def test_eager_that_loses_with_new_sizes_loses(races, clock, monkeypatch):
+@pytest.mark.parametrize("when", LOOPS)
+def test_eager_that_loses_in_another_loop_loses(races, clock, monkeypatch, when):
     optimize()
     with_eager_as_winner(recalls=cached_race.REUSES - 1)
     with monkeypatch.context() as patch:
-        measured_again(patch, speedup=Speedup(1.0, 0.99, 1.01), new_sizes=Speedup(1.5, 1.4, 1.6))
+        loop = Loop(when, Timing((1.0,) * 7), Speedup(1.5, 1.4, 1.6))
+        measured_again(patch, speedup=Speedup(1.0, 0.99, 1.01), loops=(loop,))
         assert not optimize().report.cached
 
 

@@ -18,7 +18,8 @@ from tsopt.runtime.sandbox.isolated import CandidateDied
 
 
 @pytest.fixture
-def raced(raced, monkeypatch):
+def raced(raced, monkeypatch, torch_threads):
+    torch_threads(1)  # no other loop is timed
     monkeypatch.setattr(new_sizes, "NEW_SIZES", 16)
     return raced
 
@@ -198,6 +199,7 @@ def test_calls_are_made_in_blocks_and_take_turns(on_a_clock):
     found, made = on_a_clock([2, 3, 9, 4, 5, 6, 7, 8], model=(2.0,), engine=(1.0,), other=(3.0,))
     assert found["model"].samples == pytest.approx([2e3 * value for value in range(2, 9)])
     assert found["engine"].samples == pytest.approx([1e3 * value for value in range(2, 9)])
+    assert made.pop(0) == ("model", 9.0), "whether the model takes the largest one"
     assert made[:9] == [
         *(("model", 9.0), ("model", 2.0), ("model", 3.0), "rest"),
         *(("engine", 9.0), ("engine", 2.0), ("engine", 3.0), "rest", ("other", 9.0)),
@@ -216,10 +218,10 @@ def test_one_that_raises_is_not_called_again(on_a_clock):
 
 
 def test_one_whose_process_ends_is_told_from_one_that_raises(on_a_clock, monkeypatch):
-    def timed(call, *args):
+    def timed(call, inputs, times, untimed=0, samples=1, wait=None):
         if call is engine:
             raise CandidateDied("crashed", "ONNX Runtime is gone")
-        return [1.0] * args[3]
+        return [1.0] * samples
 
     def engine():
         pass
@@ -236,4 +238,11 @@ def test_what_the_model_does_not_take_is_left_out(on_a_clock):
     assert found["engine"].samples == pytest.approx((2e3, 3e3, 5e3, 6e3, 7e3, 8e3))
     assert ("engine", 4.0) in made, "who comes first cannot know"
     assert on_a_clock(sizes, model=(2.0, 50, 8), engine=(1.0,))[0] == {}, "four calls are too few"
-    assert on_a_clock(sizes, model=(2.0, 60), engine=(1.0,))[0] == {}
+
+
+def test_the_largest_that_the_model_takes_comes_first(on_a_clock):
+    found, made = on_a_clock([*range(2, 9), 50, 60], model=(2.0, 60), engine=(1.0,))
+    assert found["engine"].samples == pytest.approx([1e3 * value for value in range(2, 9)])
+    assert [item for item in made if item == ("engine", 60.0)] == []
+    assert [item[1] for item in made if item[0] == "engine"][::3] == [50.0] * 4
+    assert on_a_clock([3, 4], model=(2.0, 3, 4), engine=(1.0,))[0] == {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,11 @@ from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.profile import Profile
+from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
-NAMED = 3  # weights in an error; what has changed one has often changed all
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls between checks of the weights, if eager won
 EAGER_WON = "eager won, so calls run the model itself; what is timed here is the optimized program"
@@ -162,7 +161,8 @@ class Optimized(DropIn):
             return None
         with torch.no_grad():
             found = executable_difference(executable, self.model, Example(args, kwargs))
-        if found and self._weights is not None and not self._shares and self._weights.changed():
+        changes = self._weights.changes() if found and self._weights is not None and not self._shares else None
+        if changes is not None and not changes.only_resized:
             self._outlived()
             return None
         return found
@@ -208,17 +208,18 @@ class Optimized(DropIn):
         weights = self._weights
         if self.executable is None or weights is None or not (thoroughly or weights.touched()):
             return
-        if not weights.changed():
+        changes = weights.changes()
+        if changes is None:
             return
-        if weights.only_caches_grew() and self._agrees_with_the_model():
-            weights.renew()
-        else:
-            raise WeightsChangedError(
-                CHANGED.format(self.report.model),
-                where=_listed(weights.changes()) or None,
-                why="compiled signatures keep the old weights, but a new signature or export would use the new ones",
-                fix="optimize the model again",
-            )
+        if changes.only_resized and self._agrees_with_the_model():
+            weights.adopt(changes)
+            return
+        raise WeightsChangedError(
+            CHANGED.format(self.report.model),
+            where=str(changes) or None,
+            why="compiled signatures keep the old weights, but a new signature or export would use the new ones",
+            fix="optimize the model again",
+        )
 
     def _agrees_with_the_model(self) -> bool:
         assert self.executable is not None
@@ -238,7 +239,7 @@ class Optimized(DropIn):
     def _say(self, text: str) -> None:
         if text not in self.report.audits:
             self.report = self.report.with_audit(text)
-            warnings.warn(f"tsopt: {text}", stacklevel=4)
+            warn(f"tsopt: {text}", UserWarning)
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
         """The executable that would serve a call, if there already is one; None if the model itself would."""
@@ -355,7 +356,8 @@ class Optimized(DropIn):
         """
         executable = self.executable or self.verified("eager")
         # With other weights, the model is not the reference for the bundle.
-        outlived = self._weights is not None and self._weights.changed()
+        changes = None if self._weights is None else self._weights.changes()
+        outlived = changes is not None and not changes.only_resized
         model = executable if self.executable is not None and outlived else self._mode.in_eval()
         return store.save(executable, path, model, self.example, self.report)
 
@@ -391,8 +393,3 @@ class Optimized(DropIn):
 
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch import nn
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
+from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.other_threads import others_run
@@ -47,6 +47,7 @@ from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import with_timing
 from tsopt.runtime.racing.row import EAGER, IN_PARTS, MODEL, Row
 from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, rest, seconds_of, seconds_of_calls
@@ -112,16 +113,18 @@ class Partitioned(DropIn):
         self._audits.left -= 1
         if self._audits.left < 0:
             return self._looked_at(args, kwargs)
+        versions = _versions(args, kwargs)
         try:
             with self._modes():
                 return self._mode.as_optimized(self._run)(*args, **kwargs)
         except RuntimeError as error:
-            if not self.leaves_no_trace or not _is_of_dynamo(error):
+            may_call_again = self.leaves_no_trace and versions == _versions(args, kwargs)
+            if not may_call_again or not _is_of_dynamo(error):
                 raise
             refused = _said(error)
         with self._modes():  # it may raise as well, which then is an error of the model, and says more
             result = self._mode.as_optimized(self.model)(*args, **kwargs)
-        self._retire(f"TorchDynamo cannot trace a call that the model serves ({refused})")
+        self._retire(f"TorchDynamo fails on a call that the model serves ({refused})")
         return result
 
     def _modes(self) -> AbstractContextManager[Any]:
@@ -133,10 +136,10 @@ class Partitioned(DropIn):
         with self._audits.turn() as audited:
             found = self.difference(args, kwargs) if audited else ""
         if found:
-            self._audits.end()
             if self._weights is None or not self._weights.changed():
                 self._retire(f"an audit found a difference ({found}); {LOOK_AT}")
             else:
+                self._audits.end()
                 self._say(f"{CHANGED.format(self.report.model)}: calls keep using the old ones")
         return self._audits.timed(lambda: self(*args, **kwargs))
 
@@ -147,7 +150,7 @@ class Partitioned(DropIn):
 
     def _say(self, text: str) -> None:
         self.report = self.report.with_audit(text)
-        warnings.warn(f"tsopt: {text}", stacklevel=4)
+        warn(f"tsopt: {text}", UserWarning)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """How it differs from the model on a call, as `audit.difference` says it."""
@@ -317,6 +320,12 @@ def _by_dynamo(model: Any, backend: Callable[..., Any]) -> Callable[..., Any]:
         {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     )
     return torch.compile(model, backend=backend, dynamic=False, **apart)
+
+
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """How often each tensor of a call has been written to."""
+    leaves, _ = flatten((args, kwargs))
+    return [leaf._version for leaf in leaves if not leaf.is_inference()]
 
 
 def _is_of_dynamo(error: RuntimeError) -> bool:

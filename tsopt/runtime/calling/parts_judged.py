@@ -1,4 +1,4 @@
-"""Whether a model is right with its parts optimized, and as soon as it is not, that no more of them are tried."""
+"""Judges a model while its parts are optimized in turn, and stops as soon as it is wrong."""
 
 from __future__ import annotations
 

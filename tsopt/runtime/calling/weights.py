@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tsopt.compiler.protect import modules_of
+from tsopt.compiler.protect import InEvalMode
 from tsopt.runtime.calling import unseen_writes
+
+NAMED = 3  # of the weights that have changed: what changes one often changes all
+Digest = dict[str, tuple[Any, int]]  # what each tensor is like, and a checksum of its values
 
 # Subclasses of Tensor that leave this as it is have memory of their own, as any tensor has.
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -37,7 +41,7 @@ class Weights:
         self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors().values()]
         self._written = False  # by somebody who does not count
         unseen_writes.tell(self)
-        self._digest = self._now() if exact else None
+        self._digest = _digest(self._tensors()) if exact else None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         out = {_address(tensor) for tensor in self._out}
@@ -56,49 +60,54 @@ class Weights:
 
     def changed(self) -> bool:
         """Whether any value has changed, no matter who wrote it. Reads every weight."""
+        return self.changes() is not None
+
+    def changes(self) -> Changes | None:
+        """What has changed, no matter who wrote it; None if nothing has. Reads every weight."""
         if self._digest is None:
-            return self.touched()
+            return Changes((), False, {}) if self.touched() else None
         self._written, written = False, self._written  # before the look: more may be written meanwhile
-        if self._now() != self._digest:
-            self._written = written
-            return True
-        self._seen = [(tensor, _touch(tensor)) for tensor, _ in self._seen]  # written, with the same values
-        return False
+        before, tensors = self._digest, self._tensors()
+        now = _digest(tensors)
+        if now == before:
+            self._seen = [(tensor, _touch(tensor)) for tensor, _ in self._seen]  # written, with the same values
+            return None
+        self._written = written
+        names = tuple(name for name in {**before, **now} if before.get(name) != now.get(name))
+        resized = (
+            name in tensors
+            and not isinstance(tensors[name], nn.Parameter)
+            and (name not in before or before[name][0] != now[name][0])
+            for name in names
+        )
+        return Changes(names, all(resized), now)
 
-    def changes(self) -> list[str]:
-        """The names of those that have other values, are new, or are gone; none if not `exact`. Reads every weight."""
-        if self._digest is None:
-            return []
-        before, now = self._digest, self._now()
-        return [name for name in {**before, **now} if before.get(name) != now.get(name)]
-
-    def only_caches_grew(self) -> bool:
-        """Whether all that has changed is buffers that are new or of another size, as those are that a model fills.
-
-        What a model keeps for later calls is filled by the first call that needs it, whoever makes that call.
-        """
-        before, now = self._digest or {}, self._tensors()
-
-        def is_cache(name: str) -> bool:
-            tensor, known = now.get(name), before.get(name)
-            if tensor is None or isinstance(tensor, nn.Parameter):
-                return False
-            return known is None or known[0] != _kind(tensor)
-
-        changes = self.changes()
-        return bool(changes) and all(map(is_cache, changes))
-
-    def renew(self) -> None:
-        """What they are now is what counts."""
+    def adopt(self, changes: Changes) -> None:
+        """Takes the values that were found there as the reference."""
+        self._written, self._digest = False, changes.digest
         self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors().values()]
-        self._digest = None if self._digest is None else self._now()
-
-    def _now(self) -> dict[str, tuple[Any, int]]:
-        return {name: (_kind(tensor), _checksum(tensor)) for name, tensor in self._tensors().items()}
 
 
-def _kind(tensor: torch.Tensor) -> Any:
-    return tensor.dtype, tensor.shape
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How weights differ from what they were.
+
+    names: of those that have other values, are new, or are gone; none where values were not taken down.
+    only_resized: all of them are buffers that are new or have another size, as those have that a model keeps for later
+        calls: the first call that needs one makes it, whoever that call is made by.
+    """
+
+    names: tuple[str, ...]
+    only_resized: bool
+    digest: Digest
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - NAMED} more" if len(self.names) > NAMED else ""
+        return ", ".join(self.names[:NAMED]) + more
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> Digest:
+    return {name: ((tensor.dtype, tensor.shape), _checksum(tensor)) for name, tensor in tensors.items()}
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -124,8 +133,8 @@ def has_place(tensor: torch.Tensor) -> bool:
 
 def named_tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module, each once, by name; none of a function."""
-    root = next(iter(modules_of(model)), None)
-    places = {} if root is None else dict(root.named_modules())
+    root = model.module if isinstance(model, InEvalMode) else model
+    places = dict(root.named_modules()) if isinstance(root, nn.Module) else {}
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for place, module in places.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

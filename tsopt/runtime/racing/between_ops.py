@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.example import Example
-from tsopt.runtime.racing.speedup import Timing
+from tsopt.runtime.racing.speedup import Timing, timing_of
 from tsopt.runtime.racing.timing import SAMPLE, Remote, rest, seconds_between_ops
-from tsopt.runtime.racing.tournament import SETTLE, order_of, timing_of
+from tsopt.runtime.racing.tournament import SETTLE, order_of
 
 TURNS, IN_A_ROW = 6, 2  # of each; samples on each turn
 
@@ -21,7 +21,6 @@ TURNS, IN_A_ROW = 6, 2  # of each; samples on each turn
 def time_between_ops(
     calls: Mapping[str, Callable[..., Any]],
     inputs: Sequence[Example],
-    seconds: float,
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Times callables in turns, in loops in which an operation of torch on all of its threads follows each call.
@@ -31,10 +30,10 @@ def time_between_ops(
     Args:
         calls: the first one is the model. Another one that raises has an `error` instead of more samples.
         inputs: calls of one signature.
-        seconds: that a call takes, about.
     """
-    times, untimed = (max(1, round(share / max(seconds, 1e-6))) for share in (SAMPLE, SETTLE))
     model = next(iter(calls))
+    usual = max(min(seconds_between_ops(calls[model], inputs, 1, 1, 3, wait)), 1e-6)
+    times, untimed = (max(1, round(share / usual)) for share in (SAMPLE, SETTLE))
     spent: dict[str, list[float]] = {name: [] for name in calls}
     errors: dict[str, Exception] = {}
     last = ""

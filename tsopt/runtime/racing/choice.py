@@ -90,7 +90,7 @@ def choose(
         except Exception as error:  # whatever it raises, it is out
             ending = outcomes.ending_of(error)
             status = ending if ending in outcomes.LOST else "wrong"
-            failure = f"{type(error).__name__}: {str(error)[:200]}"
+            failure = outcomes.said_by(error)
         if not failure:
             why = f"{row.speedup} as fast as eager"
             why += "".join(f", {loop.speedup} when {loop.when}" for loop in row.loops)
@@ -130,11 +130,11 @@ def _why_not_the_largest_gain(chosen: Row, faster: Sequence[Row]) -> str:
         return ""
     assert larger.timing is not None
     assert chosen.timing is not None
-    times = ratio(chosen.timing, larger.timing)
-    if times <= 1:
-        slower = [loop for loop, times in _told_apart(larger, chosen) if times > 1]
+    slower = [loop for loop, times in _told_apart(larger, chosen) if times > 1]
+    if slower:
         when = " and ".join(f"when {loop.when} ({loop.speedup})" for loop in slower)
         return f"; {larger.name} is faster where the same calls repeat, but not {when}"
+    times = ratio(chosen.timing, larger.timing)
     return f"; {larger.name} gained more when eager was slow, but takes {times:.2f} times as long in the same rounds"
 
 

@@ -14,7 +14,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.between_ops import time_between_ops
-from tsopt.runtime.racing.contenders import Contender
+from tsopt.runtime.racing.contenders import Contender, Progress
 from tsopt.runtime.racing.new_sizes import time_at_new_sizes
 from tsopt.runtime.racing.row import BETWEEN_OPS, MODEL, NEW_SIZES, Loop, Row
 from tsopt.runtime.racing.speedup import Timing, decimals, speedup
@@ -22,26 +22,28 @@ from tsopt.runtime.racing.speedup import Timing, decimals, speedup
 
 def timed_in_loops(
     model: Callable[..., Any],
-    seconds: float,
     inputs: Sequence[Example],
     new_sizes: Sequence[InputSet],
     rows: Sequence[Row],
     contenders: Mapping[str, Contender],
     wait: Callable[[], None],
+    progress: Progress,
 ) -> list[Row]:
     """Rows with what was measured in other loops; those that are slower than eager in one of them are out.
 
     Args:
-        seconds: that a call of the model takes, about.
         inputs: calls of one signature; none where torch has no other threads.
         new_sizes: calls with other sizes; none where only one size is served.
     """
     found = list(rows)
-    for when, measured in (
-        (NEW_SIZES, lambda calls: time_at_new_sizes(calls, new_sizes, wait) if new_sizes else {}),
-        (BETWEEN_OPS, lambda calls: time_between_ops(calls, inputs, seconds, wait) if inputs else {}),
+    for when, given, measured in (
+        (NEW_SIZES, new_sizes, lambda calls: time_at_new_sizes(calls, new_sizes, wait)),
+        (BETWEEN_OPS, inputs, lambda calls: time_between_ops(calls, inputs, wait)),
     ):
+        if not given:
+            continue
         keys = [row.key for row in found if row.key in contenders and row.verdict in ("faster", "same")]
+        progress(f"time: {when}")
         timings = measured({MODEL: model, **{key: contenders[key] for key in keys}}) if keys else {}
         if timings:
             base = timings[MODEL]

@@ -6,6 +6,7 @@ once, so that who wins there may lose to eager, or to another engine, in a loop 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from tsopt.compiler.sizes.dims import sampled
 from tsopt.compiler.sizes.specialize import sizes_in
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.other_sizes import call_at
-from tsopt.runtime.racing.speedup import Timing
+from tsopt.runtime.racing.speedup import Timing, timing_of
 from tsopt.runtime.racing.timing import Remote, rest, seconds_of_calls
-from tsopt.runtime.racing.tournament import order_of, timing_of
+from tsopt.runtime.racing.tournament import order_of
 
+log = logging.getLogger("tsopt")
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls of each, all of different sizes
 IN_A_ROW = 4  # of them, right after the largest one: threads are awake, and memory for the others is at hand
 
@@ -49,9 +51,9 @@ def time_at_new_sizes(
 ) -> dict[str, Timing]:
     """Times callables in turns, each of them once on each of the inputs. Empty if few of them can be timed.
 
-    The largest input is not timed, but begins every block. Who sees a larger input than any before gets its memory page
-    by page from the system, which costs eager up to twice its time, engines that keep memory nothing, and nobody
-    anything in a loop, where the largest input has been soon.
+    The largest input is not timed, but begins every block. Memory for a larger input than any before comes from the
+    system page by page. Eager pays for that, and engines that keep memory of their own do not; but a loop that goes on
+    has soon seen its largest input.
 
     The order turns round from block to block: who comes first on new sizes finds no memory that another has given back.
 
@@ -61,8 +63,7 @@ def time_at_new_sizes(
             samples.
     """
     model = next(iter(calls))
-    largest = max(inputs, key=_elements)
-    inputs = [item for item in inputs if item is not largest]
+    largest, inputs = _with_largest(calls[model], inputs)
     spent: dict[str, list[float]] = {name: [] for name in calls}
     errors: dict[str, Exception] = {}
     last = ""
@@ -75,7 +76,7 @@ def time_at_new_sizes(
                 rest()
             last = name
             # Copies: what one of them writes to its input is not for the next one.
-            own = [item.clone() for item in (*(largest,) * SETTLES, *block)]
+            own = [item.clone() for item in (*largest * SETTLES, *block)]
             try:
                 found[name] = seconds_of_calls(calls[name], own, 1, SETTLES, len(block), wait)
             except Exception as error:  # a candidate may raise anything; it costs the candidate alone
@@ -87,6 +88,21 @@ def time_at_new_sizes(
     if len(spent[model]) < FEWEST_NEW_SIZES:
         return {}
     return {name: timing_of(seconds, errors.get(name)) for name, seconds in spent.items()}
+
+
+def _with_largest(
+    model: Callable[..., Any], inputs: Sequence[InputSet]
+) -> tuple[tuple[InputSet, ...], Sequence[InputSet]]:
+    """The largest input that the model takes, and the others but for larger ones: some sizes go with others only."""
+    for largest in sorted(inputs, key=_elements, reverse=True):
+        inputs = [item for item in inputs if item is not largest]
+        try:
+            seconds_of_calls(model, [largest.clone()], 1)
+        except Exception as error:  # a model may raise anything at sizes that it is not made for
+            log.info("the model refuses a call with new sizes: %r", error)
+        else:
+            return (largest,), inputs
+    return (), ()
 
 
 def _elements(call: InputSet) -> int:

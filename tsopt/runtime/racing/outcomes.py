@@ -65,6 +65,10 @@ def ending_of(error: BaseException) -> str:
     return "failed"
 
 
+def said_by(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error

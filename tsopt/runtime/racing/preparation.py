@@ -365,7 +365,7 @@ def _failing_only_the_candidate(entry: _Entry) -> Iterator[None]:
     except TsoptError as error:
         status, reason = outcomes.ending_of(error), _reason(error)
     except Exception as error:  # a candidate may raise anything
-        status, reason = outcomes.ending_of(error), f"{type(error).__name__}: {str(error)[:200]}"
+        status, reason = outcomes.ending_of(error), outcomes.said_by(error)
     entry.leave(status, reason)
 
 

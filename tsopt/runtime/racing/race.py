@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -98,8 +98,9 @@ def race(
         signature = cast(Program, programs[FP32]).signature
         known = [item.sizes for item in settings.held_out]
         new = calls_of_new_sizes(signature, example, known, settings.seed) if is_short else []
-        shares = is_short and not is_on_gpu(example) and torch.get_num_threads() > 1
-        other_loops = bool(new) or shares
+        # Of torch, that engines with threads of their own may meet.
+        has_threads = is_short and not is_on_gpu(example) and torch.get_num_threads() > 1
+        other_loops = bool(new) or has_threads
         maker.limit(clock)
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:
@@ -107,18 +108,16 @@ def race(
                 *(model, captured, judge, rows, contenders, call_seconds, limits, progress),
                 stop=interrupted,
                 time_all=settings.time_all,
-                stay=other_loops,
+                keep_all=other_loops,
             )
             was_interrupted = interrupted()
         maker.limit(clock, least=TO_VERIFY)
         if other_loops:  # whatever is left of the budget: nobody wins who loses there
-            progress("time: other loops")
-            between = judge.inputs if shares else ()
+            _retire([row for row in rows if row.verdict not in ("faster", "same")], contenders)
+            between, wait = judge.inputs if has_threads else (), device_wait(example)
             with protected(model, written=captured.state.values()), mode_of(captured):
-                rows = timed_in_loops(model, eager_seconds, between, new, rows, contenders, device_wait(example))
-            for row in rows:
-                if row.key in contenders and not row.is_faster:
-                    retire(contenders[row.key])
+                rows = timed_in_loops(model, between, new, rows, contenders, wait, progress)
+            _retire([row for row in rows if not row.is_faster], contenders)
         found = choose(
             maker,
             rows,
@@ -154,6 +153,12 @@ def _eager_seconds(model: Callable[..., Any], captured: Program, judge: Judge, t
         return seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
 
 
+def _retire(rows: Sequence[Row], contenders: Mapping[str, Contender]) -> None:
+    for row in rows:
+        if row.key in contenders:
+            retire(contenders[row.key])
+
+
 def _timed(
     model: Callable[..., Any],
     captured: Program,
@@ -166,14 +171,14 @@ def _timed(
     *,
     stop: Callable[[], bool],
     time_all: bool,
-    stay: bool,
+    keep_all: bool,
 ) -> list[Row]:
     """Rows with what was measured.
 
     Args:
         call_seconds: of a call of the model and of each contender, about, by key.
         limits: how long to time, and how long at most, where that decides nothing.
-        stay: contenders that leave the rounds are needed once more.
+        keep_all: contenders that leave the rounds are needed once more.
     """
     inputs, (seconds, longest) = judge.inputs, limits
     names = {row.key: row.name for row in rows}
@@ -188,7 +193,7 @@ def _timed(
             progress=lambda text: progress(f"time: {text}"),
             known={row.name: call_seconds[row.key] for row in rows if row.name in calls},
             until_decided=not time_all,
-            out=(lambda name: None) if stay else (lambda name: retire(calls[name])),
+            out=(lambda name: None) if keep_all else (lambda name: retire(calls[name])),
             stop=stop,
         )
     base = timings[EAGER]

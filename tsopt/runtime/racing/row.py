@@ -1,4 +1,4 @@
-"""What the race found out about one candidate, and how that ranks."""
+"""What the race found out about one candidate, and whether that is faster than eager."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as eager, the geometric mean over all loops; 0 where it was not timed."""
+        """How many times as fast as eager: the geometric mean over the rounds and decided loops; 0 if not timed."""
         if self.speedup is None:
             return 0.0
         decided = (loop.speedup.ratio for loop in self.loops if loop.speedup.verdict != UNDECIDED)

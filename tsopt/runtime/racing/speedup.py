@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from tsopt.runtime.racing.outcomes import ending_of, said_by
+
 BOOTSTRAP = 2000
 # An interval decides nothing when its ends are further apart than this many times, unless the speed-up at its lower
 # end is larger still. A ratio known to within a factor of 3 says less than most speed-ups amount to, and samples that
@@ -52,6 +54,12 @@ class Timing:
     def is_sound(self) -> bool:
         """Whether there are samples, each of them a time: positive and finite."""
         return bool(self.samples) and all(0 < value < math.inf for value in self.samples)
+
+
+def timing_of(seconds: Sequence[float], error: Exception | None) -> Timing:
+    """Samples of a candidate, and what it raised."""
+    samples = tuple(value * 1e3 for value in seconds)
+    return Timing(samples) if error is None else Timing(samples, error=said_by(error), ending=ending_of(error))
 
 
 @dataclass(frozen=True, slots=True)

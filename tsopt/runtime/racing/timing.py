@@ -88,8 +88,8 @@ def _turned(inputs: Sequence[Example], turns: int) -> list[Example]:
 def rest() -> None:
     """Sleeps until nothing of this process is running.
 
-    The worker threads of ONNX Runtime spin for up to 0.1 s when a call is over. On two cores that makes whoever is next
-    up to 1.5 times slower (ResNet-50: 34 ms after another session, 22 ms after a rest).
+    Threads that wait for more work by spinning make whoever is next slower: on two cores up to 1.5 times after ONNX
+    Runtime with its default options (ResNet-50: 34 ms after another session, 22 ms after a rest).
     """
     end = time.perf_counter() + LONGEST_REST
     looks, is_busy = (LOOKS, _any_runs) if THREADS.is_dir() else (1, _uses_a_core)
@@ -224,14 +224,13 @@ def seconds_between_ops(
     """`seconds_of_calls` with an operation of torch after each call, on all of its threads; both count."""
     if isinstance(call, Remote):
         return call.timed("seconds_between_ops", inputs, times=times, untimed=untimed, samples=samples)
-    numbers = torch.ones(ELEMENTS)
+    numbers = torch.ones(ELEMENTS, dtype=torch.float32, device="cpu")
 
-    def both(*args: Any, **kwargs: Any) -> None:
+    def call_and_op(*args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
         numbers.mul_(1.0)
 
-    with torch.no_grad():
-        return seconds_of_calls(both, inputs, times, untimed, samples, wait)
+    return seconds_of_calls(call_and_op, inputs, times, untimed, samples, wait)
 
 
 # By name, for another process.

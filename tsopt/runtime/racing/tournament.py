@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tsopt.compiler.calls.example import Example
-from tsopt.runtime.racing.outcomes import ending_of
+from tsopt.runtime.racing.outcomes import ending_of, said_by
 from tsopt.runtime.racing.speedup import ENOUGH, UNDECIDED, Timing, fastest_first, speedup
 from tsopt.runtime.racing.timing import LONG_CALL, SAMPLE, Remote, once_warm, positive, rest, seconds_of_calls
 
@@ -210,17 +210,7 @@ def _attempt(
     except Exception as error:  # a candidate may raise anything; it costs the candidate alone
         if is_baseline:
             raise
-        lane.error, lane.ending = _said(error), ending_of(error)
-
-
-def timing_of(seconds: Sequence[float], error: Exception | None) -> Timing:
-    """Samples of a candidate, and what it raised."""
-    samples = tuple(value * 1e3 for value in seconds)
-    return Timing(samples) if error is None else Timing(samples, error=_said(error), ending=ending_of(error))
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
+        lane.error, lane.ending = said_by(error), ending_of(error)
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
