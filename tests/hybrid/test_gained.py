@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import ChainMap, UserDict, UserList
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -57,6 +59,21 @@ def of_an_array():
     return Holding(held, lambda self, x: x * float(self.held[1]) + torch.from_numpy(self.held)), held
 
 
+def of_a_partial():
+    held = partial(torch.add, alpha=1.0)
+    return Holding(held, lambda self, x: self.held(x, x)), held.keywords
+
+
+def of_numbers():
+    held = array("d", [1.0, 2.0])
+    return Holding(held, lambda self, x: x * self.held[1] + len(self.held)), held
+
+
+def of_bytes():
+    held = bytearray([1, 2])
+    return Holding(held, lambda self, x: x * self.held[1]), held
+
+
 CASES = {
     "an attribute that its class gains": (of_what_its_class_has_not, lambda cls: setattr(cls, "gain", 3.0)),
     "an attribute that a base gains": (of_what_a_base_has_not, lambda cls: setattr(cls, "gain", 3.0)),
@@ -66,6 +83,10 @@ CASES = {
     "a value in a UserList": (of_a_list_in_an_object, lambda held: held.append(held.pop() + 1)),
     "a value in a ChainMap": (of_a_chain, dict.clear),
     "a value in an array": (of_an_array, lambda held: held.__setitem__(1, 3.0)),
+    "an argument of a partial": (of_a_partial, lambda held: held.update(alpha=3.0)),
+    "a number in an array": (of_numbers, lambda held: held.__setitem__(1, 3.0)),
+    "a number more in an array": (of_numbers, lambda held: held.append(3.0)),
+    "a byte": (of_bytes, lambda held: held.__setitem__(1, 3)),
 }
 
 

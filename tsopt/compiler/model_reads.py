@@ -140,7 +140,7 @@ class _Search:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part)
-            self.found.held += [*value.args, *value.keywords.values()]
+            self.found.held += [*value.args, value.keywords]
         elif isinstance(value, (staticmethod, classmethod)):
             self._value(value.__func__)
         elif isinstance(value, property):

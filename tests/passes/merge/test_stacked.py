@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tsopt
 from tests.passes.helpers import Repeat
 from tests.passes.merge.examples import COUNT, MERGE, ODD, WIDTH, Body, Ensemble, Linear, X, merged, perceptron
 from tsopt.passes import CommonSubexpressions, DeadCode
@@ -148,3 +149,22 @@ def test_numbers_that_branches_compute_for_themselves_are_not_stacked():
     found = merged(model, X)
     assert found.ops.count("baddbmm") == 1
     assert found.ops.count("mul.Tensor") == COUNT
+
+
+class SizedTwice(nn.Module):
+    """Norms that reshape to sizes of which one is computed in one of them, and known in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        return F.instance_norm(x), F.channel_shuffle(x, 2), self.norm(x)
+
+
+def test_calls_that_read_different_numbers_of_values_are_no_branches():
+    model, inputs = SizedTwice().eval(), [torch.randn(rows, 4, 15, 17) for rows in (1, 2, 3)]
+    program = tsopt.transform(tsopt.capture(model, inputs[:2]))
+    fast = tsopt.compile(program, "eager")
+    for x in inputs:
+        torch.testing.assert_close(fast(x), model(x))

@@ -119,6 +119,8 @@ def is_known(target: Any) -> bool:
 def fits(group: Group) -> bool:
     """Whether the calls of a group can be made once on stacks."""
     target = group[0].target
+    if len({len(operands(member)) for member in group}) > 1:  # of sizes, one may be computed and another one known
+        return False
     numbers = [column for column in columns(group) if type_of(column[0]) is None]  # that the program computes
     if numbers and not (is_pointwise(target) and all(map(is_shared, numbers))):
         return False

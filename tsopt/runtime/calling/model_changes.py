@@ -25,7 +25,7 @@ from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.alike import Kept, alike, all_alike
 from tsopt.runtime.calling.reading import kind_of, values_of
 from tsopt.runtime.calling.tensor_marks import TensorMarks
-from tsopt.runtime.calling.watched_places import OWN, WatchedPlaces
+from tsopt.runtime.calling.watched_places import OWN, WatchedPlaces, bytes_of
 from tsopt.runtime.calling.weights import has_place
 
 _cell: Any = attrgetter("cell_contents")
@@ -74,7 +74,7 @@ class Watch:
         self._classes = [getattr(cls, name) for cls, name in found.classes]
         self._cells = [content_of(cell) for cell in found.cells]
         self._all = Kept([*self._held, *self._values, *self._classes, *self._cells, *self._of_functions()])
-        self._sizes, self._bytes = [*map(len, found.tables)], [array.tobytes() for array in found.arrays]
+        self._sizes, self._bytes = [*map(len, found.tables)], [*map(bytes_of, found.arrays)]
         self._keys, self._lengths = Kept([*chain.from_iterable(found.keyed)]), [*map(len, found.sized)]
         # Tensors by what holds them: whatever code reads, however it is reached.
         held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
@@ -96,7 +96,7 @@ class Watch:
                 and not any(found.empty)
                 and (not found.sized or self._are_sized())
                 and [*map(len, found.tables)] == self._sizes
-                and (not found.arrays or [array.tobytes() for array in found.arrays] == self._bytes)
+                and (not found.arrays or [*map(bytes_of, found.arrays)] == self._bytes)
                 and [*map(type, found.typed)] == self._types
                 # Equal ones are as good: what they hold is compared at each call.
                 and [*map(_own, found.whole)] == self._own
@@ -243,12 +243,13 @@ class Watch:
 
     def _written_arrays(self, *, outside: bool) -> list[str]:
         left, found = {id(array) for array in self._unwritten()}, self._found
-        written = [array for array in found.arrays if id(array) not in left]
-        return ["a numpy array" for array in written if (id(array) in found.outside) == outside]
+        written = [held for held in found.arrays if id(held) not in left]
+        written = [held for held in written if (id(held) in found.outside) == outside]
+        return ["a numpy array" if isinstance(held, np.ndarray) else f"a {type(held).__name__}" for held in written]
 
-    def _unwritten(self) -> list[np.ndarray]:
+    def _unwritten(self) -> list[Any]:
         arrays = zip(self._found.arrays, self._bytes, strict=True)
-        return [array for array, before in arrays if array.tobytes() == before]
+        return [held for held, before in arrays if bytes_of(held) == before]
 
     def leave_out_changes(self) -> None:
         """What differs now, tensors apart, was changed by the model's own call: it does not count any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Mapping
 from types import CellType, FunctionType, ModuleType
@@ -19,7 +20,8 @@ from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name,
 CONTENTS = 64  # values in a container that is compared at each call; of longer ones, it is how many
 MOST = 512  # and how many containers and objects, those apart that modules, functions and globals hold themselves
 MOST_TENSORS = 512  # in long containers: each costs time at each call
-ARRAYS = 4096  # bytes of numpy arrays that are compared at each call
+ARRAYS = 4096  # bytes of arrays that are compared at each call
+ARRAY_TYPES = (np.ndarray, array, bytearray)
 WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code reads what they wrap
 OWN = (*TABLES, *HOOKS, "training")  # of each module
 ORDERED = ("_modules", *HOOKS)  # tables whose order counts
@@ -32,7 +34,7 @@ class WatchedPlaces:
     containers: lists, and dicts whose values count: tables of parameters, buffers, modules, and of hooks.
     empty: tables that held nothing.
     slots: single values in dictionaries.
-    arrays: small ones of numpy, which are compared by value.
+    arrays: small ones, of ARRAY_TYPES, which are compared by value.
     tensors: what containers hold, long ones too.
     keyed, sized: containers that are not a module's own: dicts, whose keys count, and all, whose lengths do.
     long: those of `sized` whose values are too many to be compared at each call.
@@ -56,7 +58,7 @@ class WatchedPlaces:
         self.tables: list[Mapping[str, Any]] = [module.__dict__ for module in reads.modules]
         self.whole = [table for table in self.tables if all(name in table for name in OWN)]
         self.known: list[frozenset[str]] = []
-        self.arrays: list[np.ndarray] = []
+        self.arrays: list[Any] = []
         self._seen: set[int] = set()
         self._of_process = process_wide(reads.places)
         held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
@@ -101,8 +103,9 @@ class WatchedPlaces:
                 self.tensors.append(value)
             elif isinstance(value, CONTAINERS):
                 todo += self._container(value)
-            elif type(value) is np.ndarray:
-                fits = not value.dtype.hasobject and value.nbytes + sum(held.nbytes for held in self.arrays) <= ARRAYS
+            elif type(value) in ARRAY_TYPES:
+                holds_objects = isinstance(value, np.ndarray) and value.dtype.hasobject
+                fits = not holds_objects and sum(map(_size, [value, *self.arrays])) <= ARRAYS
                 self.arrays += [value] if fits else []
             elif isinstance(value, tuple):
                 todo += elements_of(value)[:CONTENTS]
@@ -147,3 +150,14 @@ class WatchedPlaces:
         self.empty = [table for table in self.empty if not table]
         self.lengths = {id(container): len(container) for container in self.containers}
         self.known = [frozenset(table) for table in self.tables]
+
+
+def bytes_of(held: Any) -> bytes:
+    """The values of one of ARRAY_TYPES, which may be resized afterwards."""
+    return bytes(held) if isinstance(held, bytearray) else held.tobytes()
+
+
+def _size(held: Any) -> int:
+    if isinstance(held, np.ndarray):
+        return held.nbytes
+    return len(held) * (held.itemsize if isinstance(held, array) else 1)

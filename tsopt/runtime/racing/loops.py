@@ -18,6 +18,7 @@ from tsopt.runtime.racing.contenders import Contender, Progress
 from tsopt.runtime.racing.new_sizes import time_at_new_sizes
 from tsopt.runtime.racing.row import BETWEEN_OPS, MODEL, NEW_SIZES, Loop, Row
 from tsopt.runtime.racing.speedup import Timing, decimals, speedup
+from tsopt.runtime.racing.tournament import LEVEL
 
 
 def timed_in_loops(
@@ -59,8 +60,8 @@ def _with_loop(row: Row, when: str, timing: Timing, base: Timing) -> Row:
     if not gain.rounds:
         return row
     row = replace(row, loops=(*row.loops, Loop(when, timing, gain)))
-    # Between operations, short calls are hardly what takes the time: all are about as fast then, but for noise.
-    if gain.ratio >= 1 or (when == BETWEEN_OPS and gain.verdict != "slower"):
+    # Between operations, calls that are short are not what takes the time, and all are about as fast but for noise.
+    if gain.ratio >= 1 or (when == BETWEEN_OPS and gain.ratio * LEVEL >= 1 and gain.verdict != "slower"):
         return row
     times = f"{gain.ratio:.{decimals(gain.ratio)}f}x as fast as eager"
     return replace(row, status=outcomes.SLOWER, reason=f"after timing: {times} when {when}")
