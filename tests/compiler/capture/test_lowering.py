@@ -52,3 +52,22 @@ def test_what_is_written_goes_where_it_belongs():
     assert torch.equal(out, X + 2)
     assert torch.equal(other, X * 2)
     assert model.x.tolist() == [1.0]
+
+
+class Projected(nn.Module):
+    """Torch cannot tell the shapes of such a layer for sizes that are no numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, batch_first=True, proj_size=4)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def test_what_torch_knows_for_numbers_only_is_refused_for_other_sizes():
+    model, inputs = Projected().eval(), [torch.randn(2, 5, 8), torch.randn(3, 7, 8)]
+    with pytest.raises(tsopt.CaptureError, match=r"lstm\S* is not supported with dynamic sizes\n  where: .*test_lower"):
+        tsopt.capture(model, inputs)
+    fast = tsopt.compile(tsopt.capture(model, inputs[1]), "eager")
+    torch.testing.assert_close(fast(inputs[1]), model(inputs[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import tsopt
 from tests.passes.helpers import ops_of
@@ -59,5 +60,13 @@ def test_types_at_other_sizes(program):
 
 
 def test_sizes_that_do_not_fit_raise(program):
-    with pytest.raises(RuntimeError):
+    with pytest.raises(tsopt.CaptureError, match=r"the program does not run at n=17\n  why: RuntimeError: .*broadcast"):
         specialize(program, {"n": 17})
+
+
+def test_sizes_that_torch_has_no_shapes_for_are_refused():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2)).eval()
+    program = tsopt.capture(model, [torch.randn(1, 3, 16, 16), torch.randn(2, 3, 16, 16)])
+    assert specialize(program, {"batch": 3}).signature.outputs[0].type.shape == (3, 4, 28, 28)
+    with pytest.raises(tsopt.CaptureError, match=r"the program does not run at batch=0\n  why: \w+: "):
+        specialize(program, {"batch": 0})

@@ -254,8 +254,16 @@ class _Lowering:
         if made.target is operator.getitem:
             value: Any = operator.getitem(*args)
         else:
-            with fakes(tensors[0].fake_mode):
-                value = fake_call(made.target, args, kwargs)
+            try:
+                with fakes(tensors[0].fake_mode):
+                    value = fake_call(made.target, args, kwargs)
+            except Exception as error:  # torch's rule for an operator may know numbers only
+                raise CaptureError(
+                    f"{ops.name_of(node)} is not supported with dynamic sizes",
+                    where=origin_of_meta(node.meta) or None,
+                    why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                    fix="leave dynamic out: each size is captured when it is first called",
+                ) from error
         if type_of_value(value) != type_of_value(recorded):
             self.mended.add(node)
         return value

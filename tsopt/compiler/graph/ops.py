@@ -284,8 +284,8 @@ def _memory_of_call(node: fx.Node, fakes: list[Any]) -> set[int]:
     try:
         with torch.no_grad(), fakes[0].fake_mode:
             return memory_of(call(*args, **kwargs))
-    except UNDECIDED:  # it looks at values that a fake tensor does not have: the result may be any of them
-        return memory_of(fakes)
+    except Exception:  # it looks at values that a fake tensor does not have, or torch's rule for it is mistaken
+        return memory_of(fakes)  # the result may be any of them
 
 
 def memory_of(value: object) -> set[int]:

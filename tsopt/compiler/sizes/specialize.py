@@ -20,6 +20,7 @@ from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.infer import fake_call, fakes
 from tsopt.compiler.graph.program import Program
+from tsopt.errors import CaptureError
 
 Sizes = Mapping[str, int]
 
@@ -122,8 +123,18 @@ def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
 
 
 def specialize(program: Program, sizes: Sizes) -> Program:
-    """The static program of one choice of sizes."""
-    return _instance(program, sizes, frozenset()).program
+    """The static program of one choice of sizes.
+
+    Raises:
+        CaptureError: an op cannot be computed there, or torch cannot tell the shape of its result.
+    """
+    try:
+        values = evaluate(program, sizes)
+    except Exception as error:  # whatever an op raises for sizes that do not fit
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise CaptureError(f"the program does not run at {named}", why=why) from error
+    return _instance(program, sizes, frozenset(), values).program
 
 
 def instance(program: Program, sizes: Sizes, values: dict[fx.Node, Any] | None = None) -> Instance:
