@@ -139,3 +139,8 @@ class AccuracyError(TsoptError):
 
 class BundleError(TsoptError):
     """A bundle on disk is missing, damaged, hostile, or from a newer version."""
+
+
+def summary_of(error: BaseException) -> str:
+    """The type and the first line of an error of somebody else's code."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

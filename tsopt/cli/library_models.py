@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.cli.hub_kernels import check_kernels
-from tsopt.errors import UsageError
+from tsopt.errors import UsageError, summary_of
 
 CONFIG = "config.json"
 TOKENS = 128  # of an example, unless the model takes fewer
@@ -212,7 +212,7 @@ def _made(library: str, name: str, make: Callable[[], Any]) -> Any:
     try:
         return make().eval()
     except Exception as error:  # the library raises what it likes, for a tag that it does not know
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        why = summary_of(error)
         raise UsageError(f"{library} cannot make {name!r}", why=why, fix="check the name") from error
 
 

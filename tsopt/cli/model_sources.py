@@ -14,7 +14,7 @@ from typing import Any
 from tsopt.cli.library_models import CONFIG, Made, timm_model, torchvision_model, transformers_model
 from tsopt.cli.model_file import Files, ModelFile, check_inputs, load_model_file, parse_inputs, split_spec
 from tsopt.cli.options import Subject
-from tsopt.errors import UsageError
+from tsopt.errors import UsageError, summary_of
 
 GIVE_INPUT = "pass --input, for example --input 1x3x224x224"
 
@@ -82,7 +82,7 @@ def _try(spec: str, model: Callable[..., Any], example: Any) -> None:
     except Exception as error:  # a model may raise anything
         raise UsageError(
             f"{spec} does not run on an example input made from its configuration, {_said(example)}",
-            why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+            why=summary_of(error),
             fix=GIVE_INPUT,
         ) from error
 
@@ -156,7 +156,7 @@ def _trusted(text: str, trust: bool, what: str) -> Path:
 
 
 def _unreadable(path: Path, what: str, error: Exception) -> UsageError:
-    why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    why = summary_of(error)
     return UsageError(f"{path} is not {what}", why=why, fix="define the model in a Python file, and pass that")
 
 

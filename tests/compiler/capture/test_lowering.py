@@ -55,7 +55,7 @@ def test_what_is_written_goes_where_it_belongs():
 
 
 class Projected(nn.Module):
-    """Torch cannot tell the shapes of such a layer for sizes that are no numbers."""
+    """A layer whose shapes torch cannot infer for symbolic sizes."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Projected(nn.Module):
         return self.lstm(x)[0]
 
 
-def test_what_torch_knows_for_numbers_only_is_refused_for_other_sizes():
+def test_an_op_without_shapes_for_symbolic_sizes_is_refused():
     model, inputs = Projected().eval(), [torch.randn(2, 5, 8), torch.randn(3, 7, 8)]
     with pytest.raises(tsopt.CaptureError, match=r"lstm\S* is not supported with dynamic sizes\n  where: .*test_lower"):
         tsopt.capture(model, inputs)

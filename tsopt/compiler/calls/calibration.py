@@ -30,7 +30,7 @@ from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import unflatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.random_state import random_state_kept
-from tsopt.errors import SignatureError, UsageError
+from tsopt.errors import SignatureError, UsageError, summary_of
 
 MEASURED = 8  # calls that the loss of each layer is measured on
 CHOOSING = 8  # calls that each choice of layers is tried on
@@ -94,7 +94,7 @@ def called_on_data(*kinds: type[Exception]) -> Iterator[None]:
         raise UsageError(
             "the model fails on a calibration input",
             where=user_frame(error),
-            why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+            why=summary_of(error),
             fix="leave out the inputs that the model does not take",
         ) from error
 

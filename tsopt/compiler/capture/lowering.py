@@ -25,7 +25,7 @@ from tsopt.compiler.graph.origin import origin_in, origin_of, origin_of_meta
 from tsopt.compiler.graph.program import Program, type_of_value
 from tsopt.compiler.sizes.guards import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.sizes.symbols import hinted
-from tsopt.errors import CaptureError, GraphBreakError
+from tsopt.errors import CaptureError, GraphBreakError, summary_of
 
 # Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
 # an axis too many, every version takes a dropout that does nothing for a copy.
@@ -223,12 +223,7 @@ class _Lowering:
     def _control(self, node: fx.Node) -> fx.Node:
         """A call of control flow, with the constants of its branches as operands."""
         if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
-            raise CaptureError(
-                f"{ops.name_of(node)} is not supported with dynamic sizes",
-                where=origin_of_meta(node.meta) or None,
-                why="its branches or loop body are captured for one size",
-                fix="leave dynamic out: each size is captured when it is first called",
-            )
+            raise _for_one_size(node, "its branches or loop body are captured for one size")
         target, operands, constants = control.from_higher_order(node, self.exported.graph_module)
         given = [self.mapping[value] for value in operands]
         for tensor in constants:
@@ -257,13 +252,8 @@ class _Lowering:
             try:
                 with fakes(tensors[0].fake_mode):
                     value = fake_call(made.target, args, kwargs)
-            except Exception as error:  # torch's rule for an operator may know numbers only
-                raise CaptureError(
-                    f"{ops.name_of(node)} is not supported with dynamic sizes",
-                    where=origin_of_meta(node.meta) or None,
-                    why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                    fix="leave dynamic out: each size is captured when it is first called",
-                ) from error
+            except Exception as error:  # torch's shape function may not take symbolic sizes
+                raise _for_one_size(node, summary_of(error)) from error
         if type_of_value(value) != type_of_value(recorded):
             self.mended.add(node)
         return value
@@ -289,6 +279,16 @@ def _is_at_least(number: Any, least: int) -> bool:
     if isinstance(number, torch.SymInt) and not is_of_values(number):
         return bool((number.node.expr - least).is_nonnegative)
     return type(number) is int and number >= least
+
+
+def _for_one_size(node: fx.Node, why: str) -> CaptureError:
+    """The refusal of a call that can be captured for one size at a time."""
+    return CaptureError(
+        f"{ops.name_of(node)} is not supported with dynamic sizes",
+        where=origin_of_meta(node.meta) or None,
+        why=why,
+        fix="leave dynamic out: each size is captured when it is first called",
+    )
 
 
 def _no_op(node: fx.Node) -> CaptureError:

@@ -20,7 +20,7 @@ from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.infer import fake_call, fakes
 from tsopt.compiler.graph.program import Program
-from tsopt.errors import CaptureError
+from tsopt.errors import CaptureError, summary_of
 
 Sizes = Mapping[str, int]
 
@@ -132,8 +132,7 @@ def specialize(program: Program, sizes: Sizes) -> Program:
         values = evaluate(program, sizes)
     except Exception as error:  # whatever an op raises for sizes that do not fit
         named = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise CaptureError(f"the program does not run at {named}", why=why) from error
+        raise CaptureError(f"the program does not run at {named}", why=summary_of(error)) from error
     return _instance(program, sizes, frozenset(), values).program
 
 

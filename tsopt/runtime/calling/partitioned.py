@@ -30,7 +30,7 @@ from tsopt.compiler.protect import InEvalMode, is_untouched, modules_of, protect
 from tsopt.compiler.quiet import silent
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import attributes_written
-from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
+from tsopt.errors import BackendError, BundleError, CaptureError, NotReady, summary_of
 from tsopt.runtime.calling import dynamo_regions
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
@@ -121,7 +121,7 @@ class Partitioned(DropIn):
             may_call_again = self.leaves_no_trace and versions == _versions(args, kwargs)
             if not may_call_again or not _is_of_dynamo(error):
                 raise
-            refused = _said(error)
+            refused = summary_of(error)
         with self._modes():  # it may raise as well, which then is an error of the model, and says more
             result = self._mode.as_optimized(self.model)(*args, **kwargs)
         self._retire(f"TorchDynamo fails on a call that the model serves ({refused})")
@@ -247,7 +247,7 @@ def optimize_partitioned(
                     rest()
                     known[title] = once_warm(spent, run, inputs[:1], wait)
         except Exception as error:  # from TorchDynamo, or from the model under it
-            raise CaptureError("TorchDynamo cannot run the model", why=_said(error)) from error
+            raise CaptureError("TorchDynamo cannot run the model", why=summary_of(error)) from error
         rows = [Row(EAGER), Row(title, accuracy=verdict, cold=ColdStart.of(spent), key=KEYS[title])]
         if not verdict.ok:
             rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
@@ -332,10 +332,6 @@ def _is_of_dynamo(error: RuntimeError) -> bool:
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:

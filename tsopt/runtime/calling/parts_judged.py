@@ -31,8 +31,8 @@ def judged(
 ) -> Verdict:
     """The verdict on a model whose parts are optimized in turn, each in a call on the example.
 
-    As soon as the model is wrong, the remaining parts are left as they are. If calls take long, the model is first
-    checked for whether rounding alone makes it wrong.
+    As soon as the model is wrong, the remaining parts are left as they are. If calls take long, a first check tells
+    whether rounding alone makes the model wrong.
     """
     if oracle.eager.takes_long:
         unstable = _unstable(run, parts, oracle, progress)
@@ -54,9 +54,8 @@ def judged(
 def _unstable(run: Callable[..., Any], parts: Parts, oracle: Oracle, progress: Progress) -> Verdict | None:
     """The verdict if the model is wrong even with accurate results for its largest part; None otherwise.
 
-    The results are computed in float64 and rounded. A compiled form of the part is no more accurate than that, so the
-    model would be wrong with it as well, unless the form is bit-equal to eager. Such a form gains next to nothing where
-    calls take long.
+    The part runs in float64, and its results are rounded. If even these make the model wrong, so does any compiled form
+    of the part that is not bit-equal to eager. Bit-equal forms gain next to nothing when calls take long.
     """
     with parts.largest_in_float64() as part:
         if not part:

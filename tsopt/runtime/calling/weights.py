@@ -93,8 +93,8 @@ class Changes:
     """How weights differ from what they were.
 
     names: of those that have other values, are new, or are gone; none where values were not taken down.
-    only_resized: all of them are buffers that are new or have another size, as those have that a model keeps for later
-        calls: the first call that needs one makes it, whoever that call is made by.
+    only_resized: all of them are buffers that were added or resized, such as caches. A model fills these in the first
+        call that needs them, even if the user calls the model itself.
     """
 
     names: tuple[str, ...]

@@ -18,7 +18,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import sizes_in, traced_sizes, work_at
-from tsopt.errors import AccuracyError, CaptureError, SignatureError
+from tsopt.errors import AccuracyError, CaptureError, SignatureError, summary_of
 from tsopt.runtime.backends.backend import Grows, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
@@ -357,5 +357,5 @@ def failure_of(run: Callable[..., Any], oracle: Oracle, **accuracy: Any) -> str:
     try:
         verdict = oracle.judge(run, **accuracy)
     except Exception as error:  # the program's, where the model has none
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return summary_of(error)
     return "" if verdict.ok else verdict.reason

@@ -88,8 +88,8 @@ def _turned(inputs: Sequence[Example], turns: int) -> list[Example]:
 def rest() -> None:
     """Sleeps until nothing of this process is running.
 
-    Threads that wait for more work by spinning make whoever is next slower: on two cores up to 1.5 times after ONNX
-    Runtime with its default options (ResNet-50: 34 ms after another session, 22 ms after a rest).
+    Threads that are still spinning slow down the next candidate, on two cores by up to 1.5 times. With ONNX Runtime's
+    default options, ResNet-50 takes 34 ms right after another session and 22 ms after a rest.
     """
     end = time.perf_counter() + LONGEST_REST
     looks, is_busy = (LOOKS, _any_runs) if THREADS.is_dir() else (1, _uses_a_core)
