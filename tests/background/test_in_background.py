@@ -349,3 +349,19 @@ def test_calibration_data_that_cannot_be_read_is_an_error_at_once():
     with pytest.raises(tsopt.UsageError, match="calibration raises ValueError after 1 item") as caught:
         tsopt.hybridize(Net().eval(), **QUICK, precision="int8", calibration=data())
     assert "a bad row" in caught.value.why
+
+
+class Returns(Net):
+    def forward(self, x):
+        return self.layers(x), self.layers[0].linear.weight, self.layers[1].linear.bias[2:]
+
+
+def test_the_weights_that_it_returns_are_the_models():
+    net = tsopt.hybridize(Returns().eval(), **QUICK)
+    net(X)
+    assert tsopt.wait(net)
+    assert reports(net)[0].winner == "TorchScript", reports(net)[0]
+    with torch.no_grad():
+        _, weight, bias = net(X)
+    assert weight is net.layers[0].linear.weight
+    assert bias.data_ptr() == net.layers[1].linear.bias[2:].data_ptr()

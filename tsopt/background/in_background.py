@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tsopt.background.job import Job
+from tsopt.background.job import Job, named_tensors
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.model_reads import reads_of
@@ -296,6 +296,7 @@ class InBackground:
                     return
                 executable = self._checked(job, state, job.made(answer.signature, running.key[0]), apart)
                 executable.draws = answer.draws
+                executable.hold(map(named_tensors(self.model).__getitem__, answer.held))
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding

@@ -270,6 +270,18 @@ def test_large_containers_are_not_walked_through_at_every_call():
     assert not watch.changed()
 
 
+def test_whether_gradients_are_wanted_counts_where_code_asks():
+    class Frozen(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if self.weight.requires_grad else x
+
+    for net, asks in ((Frozen(4, 4), True), (nn.Linear(4, 4), False)):
+        watch = Watch(net)
+        assert not watch.changed()
+        net.requires_grad_(False)
+        assert watch.changed() is asks
+
+
 # Weights: known again by their values.
 
 

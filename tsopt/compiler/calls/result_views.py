@@ -1,4 +1,4 @@
-"""Results that alias: an input itself, a view of an input, or a view of another result.
+"""Results that alias: an input or a weight itself, a view of one, or a view of another result.
 
 In eager, a write to such a result is visible in what it aliases; an engine returns copies. Does not import torch.
 """
@@ -14,6 +14,7 @@ from tsopt.compiler.calls.types import TensorType
 
 INPUT, OUTPUT = "input", "output"
 JOINT = "joint"  # memory that several results share, and that none of them spans
+WEIGHT = "weight"  # a tensor of the model that calls do not write
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,10 @@ class View:
     """Where in memory a result lies, as seen in a call of the model on the example.
 
     Attributes:
-        kind: INPUT, OUTPUT or JOINT.
+        kind: INPUT, OUTPUT, JOINT or WEIGHT.
         of: position of the tensor that it is a view of, among the user's inputs, then the model's state that is
-            written; or among the results. Of JOINT memory, the first result that lies in it.
+            written; or among the results, or among the weights that are returned. Of JOINT memory, the first result
+            that lies in it.
         layout: the strides of that tensor for which this holds; `()`: contiguous, None: any. Of JOINT memory, how many
             elements it has.
         shape, stride, offset: the elements of that tensor that the view has, counted from its first one; all None
@@ -66,7 +68,8 @@ class View:
             return base if base.shape == value.shape else value
         if value.shape != self.shape or not self._lies_in(tuple(base.shape), base.stride()):
             return value
-        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
+        plain = base.detach() if self.kind == WEIGHT else base  # gradients are not recorded, as for all other results
+        return plain.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
     def _lies_in(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
         """Whether the elements of a part are all elements of a tensor."""

@@ -9,7 +9,7 @@ from tsopt.compiler.calls import structure_json
 from tsopt.compiler.calls.conditions import MOST, MOST_SIZES, Condition, function_of, plain
 from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
-from tsopt.compiler.calls.result_views import INPUT, JOINT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, WEIGHT, View
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim, Input, Output, Signature, dim_of
 from tsopt.compiler.calls.types import SHORT, TensorType
 from tsopt.compiler.capture.question import Question
@@ -28,7 +28,8 @@ def to_json(signature: Signature) -> dict[str, Any]:
         ],
         "outputs": [
             {"name": o.name, "type": _type_json(o), "writes": o.writes}
-            | ({"view": o.view.to_json()} if o.view is not None else {})
+            # The weights that a bundle returns are copies: there is no model that they could be shared with.
+            | ({"view": o.view.to_json()} if o.view is not None and o.view.kind != WEIGHT else {})
             | ({"lasting": True} if o.lasting else {})
             for o in signature.outputs
         ],

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from tsopt.compiler.calls.conditions import Places
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.result_views import INPUT, JOINT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, WEIGHT, View
 from tsopt.compiler.calls.signature import dim_of
 from tsopt.compiler.capture.recorded_questions import Asked, asked_by
 from tsopt.compiler.graph import ops
@@ -50,6 +51,7 @@ def with_views(
     returned = [at for item, at in zip(signature.outputs, known, strict=True) if not item.writes] if known else []
     sizes = sizes_in(signature, example) if returned else {}
     views: list[View | None] = []
+    held: list[torch.Tensor] = []  # weights that are returned
     for number, view in enumerate(asked.views):
         made = view
         if view is not None and view.shape is not None and signature.dims:
@@ -57,26 +59,29 @@ def with_views(
             made = _for_many_sizes(view, at, sizes, signature.returned[number].type.shape, traced_sizes(signature))
             there = traced.views[number] if len(traced.views) == len(asked.views) else None
             made = made if made is not None and replace(made, places=None) == there else None
-        views.append(None if made is None else _of_program(made, asked, program))
+        views.append(None if made is None else _of_program(made, asked, program, held))
     one = None if wanted is None else _at_one(program, model, asked, example, wanted)
     if one is not None and len(one[0].views) == len(traced.views) == len(views):
         for number, (there, view) in enumerate(zip(traced.views, one[0].views, strict=True)):
-            made = None if view is None or there is not None else _of_program(view, one[0], program)
+            made = None if view is None or there is not None else _of_program(view, one[0], program, held)
             if made is not None and made.kind != JOINT:
                 views[number] = replace(made, where=tuple(one[1].items()))
     found = iter(views)
     outputs = [item if item.writes else replace(item, view=next(found)) for item in signature.outputs]
-    return replace(program, signature=replace(signature, outputs=tuple(outputs)))
+    return replace(program, signature=replace(signature, outputs=tuple(outputs)), held=tuple(held))
 
 
-def _of_program(view: View, asked: Asked, program: Program) -> View | None:
-    """A view by the positions of a program; None where it is a view of a tensor that the program does not write."""
+def _of_program(view: View, asked: Asked, program: Program, held: list[torch.Tensor]) -> View:
+    """A view by the positions of a program, or of the weights in `held`, which gets one more."""
     users = len(program.signature.user_inputs)
     if view.kind != INPUT or view.of < users:
         return view
-    held = {id(program.state[item.name]): users + i for i, item in enumerate(program.signature.state_inputs)}
-    position = held.get(id(asked.buffers[view.of - users]))
-    return None if position is None else replace(view, of=position)
+    tensor = asked.held[view.of - users]
+    written = {id(program.state[item.name]): users + i for i, item in enumerate(program.signature.state_inputs)}
+    if id(tensor) in written:
+        return replace(view, of=written[id(tensor)])
+    held.append(tensor)
+    return replace(view, kind=WEIGHT, of=len(held) - 1)
 
 
 def _for_many_sizes(

@@ -61,7 +61,7 @@ class Asked:
         modes: the modes of the thread that it has asked for, names of MODES, and whether they were on.
         views: for each result, where in memory it is; tensors of the model are counted behind the inputs. Empty where
             the record has ended before.
-        buffers: those tensors of the model.
+        held: those tensors of the model.
         default_dtype: whether it has asked for torch's default dtype, or has made tensors in it out of none.
     """
 
@@ -70,7 +70,7 @@ class Asked:
     written: frozenset[int]
     modes: tuple[tuple[str, bool], ...]
     views: tuple[View | None, ...] = ()
-    buffers: tuple[torch.Tensor, ...] = ()
+    held: tuple[torch.Tensor, ...] = ()
     default_dtype: bool = False
 
 
@@ -106,7 +106,8 @@ def _asked_by(model: Callable[..., Any], example: Example) -> tuple[Asked, weakr
     copies = [mode.from_tensor(leaf.detach().clone(), static_shapes=True) for leaf in leaves]
     for copy in copies:
         copy.__class__ = _Asked
-    recorder = _Recorder(mode, copies, _memory_of_weights(model))
+    held = _held_by(model)
+    recorder = _Recorder(mode, copies, {_memory(tensor) for tensor in held if tensor.device.type != "meta"})
     args, kwargs = unflatten(structure, copies)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ def _asked_by(model: Callable[..., Any], example: Example) -> tuple[Asked, weakr
         (places > 1 and bool(written)) or (could_be_one and calls.asks_identity),
         written,
         tuple(calls.modes.items()),
-        *recorder.views(results, _buffers_of(model)),
+        *recorder.views(results, held),
         default_dtype=calls.asks_default_dtype or recorder.has_default_dtype,
     )
     return asked, weakref.ref(mode)
@@ -141,14 +142,12 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided and not tensor.is_nested else 0
 
 
-def _buffers_of(model: Any) -> list[torch.Tensor]:
-    held = (tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None)
-    return list({id(tensor): tensor for tensor in held}.values())
-
-
-def _memory_of_weights(model: Any) -> set[int]:
-    held = [tensor for m in modules_of(model) for kept in (m._parameters, m._buffers) for tensor in kept.values()]
-    return {_memory(tensor) for tensor in held if tensor is not None and tensor.device.type != "meta"}
+def _held_by(model: Any) -> list[torch.Tensor]:
+    """The tensors of a model, each once."""
+    kept = (
+        value for m in modules_of(model) for held in (m._parameters, m._buffers, m.__dict__) for value in held.values()
+    )
+    return list({id(value): value for value in kept if isinstance(value, torch.Tensor)}.values())
 
 
 class _Recorder(TorchFunctionMode):
@@ -231,14 +230,14 @@ class _Recorder(TorchFunctionMode):
         self.written |= self._origin.get(_memory(tensor), set())
 
     def views(
-        self, results: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+        self, results: Sequence[torch.Tensor], held: Sequence[torch.Tensor]
     ) -> tuple[tuple[View | None, ...], tuple[torch.Tensor, ...]]:
-        """Where in memory each result is, buffers counted behind the inputs; and those buffers."""
-        without = [self._without.get(id(buffer), buffer) for buffer in buffers]
-        whole = {id(buffer): other for buffer, other in zip(buffers, without, strict=True)}
-        as_is = [position in self._as_is for position in range(len(self._inputs))] + [True] * len(buffers)
+        """Where in memory each result is, the model's tensors counted behind the inputs; and those tensors."""
+        without = [self._without.get(id(tensor), tensor) for tensor in held]
+        whole = {id(tensor): other for tensor, other in zip(held, without, strict=True)}
+        as_is = [position in self._as_is for position in range(len(self._inputs))] + [True] * len(held)
         results = [whole.get(id(result), result) for result in results]
-        return views_among(results, [*self._inputs, *without], as_is), tuple(buffers)
+        return views_among(results, [*self._inputs, *without], as_is), tuple(held)
 
     def questions(self, position: int) -> tuple[Question, ...]:
         """What was asked of one of the inputs."""

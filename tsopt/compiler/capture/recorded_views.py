@@ -15,11 +15,11 @@ from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, View, last_p
 
 
 def views_among(results: Sequence[Any], given: Sequence[Any], as_is: Sequence[bool]) -> tuple[View | None, ...]:
-    """For each result of a call, what it is a view of; None for one that has memory of its own, or the model's.
+    """For each result of a call, what it is a view of; None for one that has memory of its own.
 
     Args:
         results: tensors that the call has returned.
-        given: its inputs, and the model's tensors that it writes.
+        given: its inputs, and the model's tensors.
         as_is: for each of these, whether it is returned itself whatever its layout.
     """
     found: list[View | None] = []

@@ -17,9 +17,12 @@ SPARE = 2  # times the bytes of the views themselves: views farther apart than t
 
 
 def owned(program: Program) -> Program:
-    """The program with copies of its weights. State, which calls write to the user's model, stays the user's."""
+    """The program with copies of its weights, also where it returns them.
+
+    State, which calls write to the user's model, stays the user's.
+    """
     live = {_place(tensor) for tensor in program.state.values() if _is_dense(tensor)}
-    return replace(program, weights=copies(program.weights, live))
+    return replace(program, weights=copies(program.weights, live), held=())
 
 
 def copies(weights: Mapping[str, torch.Tensor], live: Container[int] = ()) -> dict[str, torch.Tensor]:

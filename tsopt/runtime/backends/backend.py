@@ -198,10 +198,12 @@ def _executable(
     from tsopt.compiler.graph.owned import owned
     from tsopt.compiler.protect import protected
 
+    program = program if share_weights else owned(program)
     # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
     with apart(), protected(None):
-        found = how(with_lasting(program.copy() if share_weights else owned(program.copy())))
+        found = how(with_lasting(program.copy()))
     found.model = program.name
+    found.hold(program.held)
     found.place = f"{type(made).__module__}:{type(made).__qualname__}"
     if isinstance(candidate, Candidate):
         found.precision = candidate.precision

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.memory import overlap
-from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, WEIGHT, View
 from tsopt.compiler.calls.signature import Dim, Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
@@ -97,13 +97,7 @@ class Executable:
         self._targets = [positions[str(item.writes)] for item in signature.writes]
         self._unbind: Unbind = self._unbind_at_first
         self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
-        returned = signature.returned if sys.modules.get("torch") is not None else ()
-        # Views of results behind those of inputs: what they are views of is settled then.
-        views = ((i, item.view) for i, item in enumerate(returned) if item.view is not None)
-        self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
-        self._parts_by_size = any(view.places is not None or view.where for _, view in self._views)
-        self._placed: dict[tuple[Any, ...], list[tuple[int, View]]] = {}  # the views, by the sizes of a call
-        self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
+        self.hold(())
         self._runs(run)
         forks.tell(self)
 
@@ -135,12 +129,25 @@ class Executable:
             model=self.model,
         )
         made.limits, made.draws = self.limits, self.draws
+        made.hold(self.held)
         return made
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{item.name}: {item.type}" for item in self.signature.user_inputs)
         dims = f"; {', '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
         return printable(f"<tsopt.Executable {self.model or 'model'}({inputs}{dims}) on {self.backend}>")
+
+    def hold(self, weights: Iterable[Any]) -> None:
+        """From now on, results that are weights of the model or views of them are just that; without any, copies."""
+        self.held = tuple(weights)
+        returned = self.signature.returned if sys.modules.get("torch") is not None else ()
+        views = [(i, o.view) for i, o in enumerate(returned) if o.view and (self.held or o.view.kind != WEIGHT)]
+        # Views of results behind those of inputs: what they are views of is settled then.
+        self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
+        self._parts_by_size = any(view.places is not None or view.where for _, view in self._views)
+        self._placed: dict[tuple[Any, ...], list[tuple[int, View]]] = {}  # the views, by the sizes of a call
+        viewed = {i for i, _ in self._views}
+        self._lasting = [i for i, item in enumerate(returned) if item.lasting and i not in viewed]
 
     def after(self, check: Callable[[], None] | None) -> Executable:
         """The same executable with a check before each run; None removes the check."""
@@ -253,7 +260,9 @@ class Executable:
                 memory = joint[view.of] = value.new_empty(view.layout) if memory is None else memory
                 made[position] = view.moved(memory, value)
             else:
-                made[position] = view.within((inputs if view.kind == INPUT else made)[view.of], value)
+                bases = inputs if view.kind == INPUT else self.held if view.kind == WEIGHT else made
+                found = view.within(bases[view.of], value)
+                made[position] = value.clone() if found is value and view.kind == WEIGHT else found
         return made
 
     def _views_at(self, made: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[int, View]]:

@@ -1,8 +1,9 @@
 """Whether a model has changed since it was compiled, as far as that can be detected at every call.
 
-Detected: tensors written in place, given other memory or another shape; parameters, buffers, modules and hooks that are
-replaced, added or removed, one by one or with their tables; classes of modules; training flags; attributes, globals and
-closures that its Python code reads (`model_reads.py`), and the contents of lists, dicts and plain objects among them.
+Detected: tensors written in place, given other memory or another shape; their `requires_grad`, where code reads it;
+parameters, buffers, modules and hooks that are replaced, added or removed, one by one or with their tables; classes of
+modules; training flags; attributes, globals and closures that its Python code reads (`model_reads.py`), and the
+contents of lists, dicts and plain objects among them.
 Not detected: values of tensors written through numpy or `.data`, other than by a step of an optimizer; a replaced
 `__dict__`.
 """
@@ -81,6 +82,8 @@ class Watch:
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         unique = {id(tensor): tensor for tensor in tensors if id(tensor) not in written and has_place(tensor)}
         self._marks = TensorMarks(unique.values(), before)
+        self._asked = [*unique.values()] if "requires_grad" in self.asks else []
+        self._graded = [tensor.requires_grad for tensor in self._asked]
 
     def leave_out(self, written: Iterable[torch.Tensor]) -> None:
         """Tensors whose values do not count any more."""
@@ -94,6 +97,7 @@ class Watch:
             same = (
                 self._marks.hold()
                 and not any(found.empty)
+                and (not self._asked or [tensor.requires_grad for tensor in self._asked] == self._graded)
                 and (not found.sized or self._are_sized())
                 and [*map(len, found.tables)] == self._sizes
                 and (not found.arrays or [*map(bytes_of, found.arrays)] == self._bytes)
