@@ -97,6 +97,8 @@ WITHOUT_TORCH = (
     "runtime/calling/ambient.py",
     "runtime/bundles/store.py",
     "runtime/thread_count.py",
+    "runtime/telemetry.py",
+    "compiler/forks.py",
     "runtime/backends/backend.py",
     "runtime/backends/table.py",
     "runtime/backends/candidate.py",

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.racing.outcomes import LOST, ending_of
-from tsopt.runtime.sandbox.processes import NO_TELEMETRY
+from tsopt.runtime.telemetry import NO_TELEMETRY
 
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 ENDING = ("SIGTERM", "SIGHUP")

@@ -19,6 +19,7 @@ from tsopt.runtime.backends.table import PLAIN, BackendInfo, info_of
 from tsopt.runtime.bundles.members import damaged
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.racing.environment import is_installed
+from tsopt.runtime.telemetry import without_telemetry
 
 log = logging.getLogger("tsopt")
 CHECK = "check.safetensors"  # the example's inputs and eager's answers
@@ -62,7 +63,8 @@ def require(backend: str) -> None:
     """
     for library, part in info_of(backend).needs.items():
         try:
-            getattr(importlib.import_module(library), part)
+            with without_telemetry():
+                getattr(importlib.import_module(library), part)
         except Exception as error:  # a broken installation raises whatever it breaks on
             if isinstance(error, ModuleNotFoundError) and error.name == library:
                 raise BackendError(

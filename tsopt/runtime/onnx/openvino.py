@@ -24,6 +24,7 @@ from tsopt.runtime.onnx import int8_weights
 from tsopt.runtime.onnx.onnx_model import FILE
 from tsopt.runtime.onnx.openvino_quotients import keep_divisions
 from tsopt.runtime.onnx.ort import refusals, tensor_maker
+from tsopt.runtime.telemetry import without_telemetry
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
@@ -224,7 +225,8 @@ def _core() -> Any:
     previous one, which may be that of a Core already destroyed. The next signal, such as Ctrl-C, then ends the process
     with a segmentation fault (OpenVINO 2026.4).
     """
-    import openvino
+    with without_telemetry():
+        import openvino
 
     return openvino.Core()
 

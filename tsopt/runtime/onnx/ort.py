@@ -19,6 +19,7 @@ from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
 from tsopt.runtime.onnx import int8_weights
 from tsopt.runtime.onnx.onnx_model import FILE
 from tsopt.runtime.racing.environment import is_installed
+from tsopt.runtime.telemetry import without_telemetry
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
@@ -79,7 +80,8 @@ class OnnxRuntimeBackend:
         found = [*refusals(program, "ONNX Runtime", ("cpu", "cuda")), *of_onnx_runtime(program, threads)]
         found = found or list(self._examined(program).refused)
         if _is_on_gpu(program.signature):
-            import onnxruntime as ort
+            with without_telemetry():
+                import onnxruntime as ort
 
             from tsopt.runtime.onnx.ort_cuda import refusals_on_gpu
 
@@ -267,8 +269,9 @@ def open_session(
     Raises:
         BackendError: the runtime refuses the model, or cannot start the first provider.
     """
-    import numpy as np
-    import onnxruntime as ort
+    with without_telemetry():
+        import numpy as np
+        import onnxruntime as ort
 
     wanted = ort.SessionOptions()
     wanted.log_severity_level = 4
@@ -305,9 +308,8 @@ def open_session(
         )
     try:
         is_stable = _version(ort.__version__) >= STABLE_SINCE
-        without = [*(() if is_stable else UNSTABLE_FUSIONS), *(ROUNDING if options.get(FLOAT64) else ())]
-        more = {"disabled_optimizers": without} if without else {}
-        session = ort.InferenceSession(model, wanted, providers=list(providers), **more)
+        without = [*(() if is_stable else UNSTABLE_FUSIONS), *(ROUNDING if options.get(FLOAT64) else ())] or None
+        session = ort.InferenceSession(model, wanted, providers=list(providers), disabled_optimizers=without)
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise _failed("ONNX Runtime rejects the exported model", error) from error
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone

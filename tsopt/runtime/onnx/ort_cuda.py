@@ -22,6 +22,7 @@ from tsopt.runtime.backends.eager import torch_runner
 from tsopt.runtime.backends.recorded import Recorded
 from tsopt.runtime.calling.executable import Runner
 from tsopt.runtime.checking.inputs import blank
+from tsopt.runtime.telemetry import without_telemetry
 
 log = logging.getLogger("tsopt")
 PROVIDER = "CUDAExecutionProvider"
@@ -86,7 +87,8 @@ def runner_on_gpu(
 
 def _recorded(open_session: Callable[[Sequence[Any], Mapping[str, str]], Any], signature: Signature) -> Runner:
     """A session whose kernels are replayed. It never runs again: the graph works in memory that it would use."""
-    import onnxruntime as ort
+    with without_telemetry():
+        import onnxruntime as ort
 
     stream: Any = torch.cuda.Stream(device_of(signature))
     held = open_session(providers_for(signature, stream.cuda_stream), {"session.disable_cpu_ep_fallback": "1"})

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# ONNX Runtime 1.29 and later send telemetry by default. A value that the user has set is kept.
-NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
+from tsopt.runtime.telemetry import NO_TELEMETRY
+
 # torch initializes CUDA as soon as it looks for a GPU, which takes seconds, takes memory of the GPU, and cannot be done
 # in a fork of a process that has looked.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}  # an empty text hides none from HIP
