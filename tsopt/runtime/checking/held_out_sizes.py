@@ -236,7 +236,9 @@ def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequ
 
 def _right(asked: ModelAtSizes, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
     """Whether the model runs at these sizes, and the program as it does."""
-    oracle = asked.answers_at(program, sizes) if asked.runs_at(program, sizes) else None
+    if not asked.runs_at(program, sizes) or not asked.runs_at(program, sizes, run):  # before more is asked of the model
+        return False
+    oracle = asked.answers_at(program, sizes)
     return oracle is not None and not failure_of(run, oracle)
 
 

@@ -31,15 +31,15 @@ class ModelAtSizes:
     seed: int
     is_reference: bool = True
 
-    def runs_at(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Whether the model takes these sizes. Takes one call."""
+    def runs_at(self, program: Program, sizes: Mapping[str, int], called: Callable[..., Any] | None = None) -> bool:
+        """Whether the model takes these sizes, or what is called in its place. Takes one call."""
         if not self.survives(program, sizes):
             return False
         call = call_at(program.signature, self.example, sizes)
         try:
             with protected(self.model, written=program.state.values()):
-                self.model(*call.args, **call.kwargs)
-        except Exception:  # whatever the model says about sizes that do not fit
+                (called or self.model)(*call.args, **call.kwargs)
+        except Exception:  # whatever is said about sizes that do not fit
             return False
         return True
 
