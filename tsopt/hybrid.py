@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.fx import Proxy, _symbolic_trace
 
 from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.snapshot import Wrapper, slot_names
@@ -154,9 +155,15 @@ class _Hybrid(_AsModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._tsopt_compiled
-        if self.__dict__ is not compiled.model.__dict__:
+        # torch.fx looks for what is called among the modules of what it traces: there it is the hybrid.
+        if _is_traced(args, kwargs) or self.__dict__ is not compiled.model.__dict__:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return compiled(args, kwargs, compiled.model)
+
+    def __prepare_scriptable__(self) -> Any:
+        """What torch.jit.script compiles: it reads source, and that of the model is in the model's class."""
+        compiled = behind(self)
+        return self if compiled is None else compiled.model
 
     def __copy__(self) -> Any:
         compiled = behind(self)
@@ -183,6 +190,11 @@ class _Hybrid(_AsModel):
         make, arguments, *state = found
         cls = type(self)  # which nobody can import
         return _called, tuple(class_of_model(cls) if item is cls else item for item in (make, *arguments)), *state
+
+
+def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch.fx calls it to see what it computes."""
+    return _symbolic_trace._is_fx_tracing_flag and any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -238,7 +250,7 @@ def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = self._tsopt_compiled
-        if self.__dict__ is not compiled.model.__dict__:
+        if _is_traced(args, kwargs) or self.__dict__ is not compiled.model.__dict__:
             return cls.forward(self, *args, **kwargs)
         if "forward" in self.__dict__:  # what is compiled then: it may call the class's own, which is this one
             return type(compiled.model).forward(compiled.model, *args, **kwargs)

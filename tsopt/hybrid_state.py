@@ -304,7 +304,7 @@ class Compiled(Choice):
         if is_one and (watch.changed() or held.replaced(watch.written)):
             return self._overwritten()
         self._may_compare &= not inside
-        if inside and not outside and not fast.report.is_eager:
+        if inside and is_one and not fast.report.is_eager:  # the code between parts is the model's own
             self._say_once(f": {not_changed(inside)}", stacklevel=8)
         self._own.ask(watch.asks)
         reason = NOT_FASTER if fast.report.is_eager else self._loss(fast, watch, example, apart)

@@ -33,6 +33,7 @@ from tsopt.prepared import Preparation, Prepared
 from tsopt.quantization.quantize import Int8Options, Quantization, criterion_on_calls, quantize
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.audit import Audits, executable_difference
+from tsopt.runtime.calling.call_effects import tell_of_effects
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager, reason_of
 from tsopt.runtime.calling.optimized import Optimized
@@ -143,6 +144,8 @@ class Request:
             calibration=quantized.calibration,
             graphs=(made.drawing, drawing_of(quantized.program_of(outcome.candidate) or made.optimized)),
         )
+        if outcome.executable is not None and self.audit:
+            tell_of_effects(rehearsal, made.captured, example)
         return self._served(example, rehearsal, made, outcome, report, quantized)
 
     def _quantized(self, rehearsal: Rehearsal, program: Program, example: Example) -> Quantization:

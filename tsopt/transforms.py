@@ -12,6 +12,7 @@ from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat, passes_of
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.compiler.sizes.generalize import through
+from tsopt.compiler.tensor_life import let_go
 from tsopt.errors import UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.rewrite_checks import Debugged
@@ -81,7 +82,9 @@ def transform_with_records(
         )
         return changed
 
-    return through(program, change), records
+    made = through(program, change)
+    let_go(made.fake_mode)
+    return made, records
 
 
 def debug_passes(

@@ -273,3 +273,53 @@ def test_a_call_of_another_form_that_changes_an_attribute_is_told_of(always_fast
             _ = [net(X[:rows], keep=True) for rows in (4, 3, 2)]
     assert [warning.filename for warning in caught] == [__file__]
     assert net.last is None
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["before", "after"])
+def test_a_global_hook_that_keeps_what_it_sees_is_called_each_time(compiled, always_faster):
+    seen = []
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        if compiled:
+            net(X)
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            with pytest.warns(UserWarning, match="a call changes .* outside of the model"):
+                net(X)
+            count = len(seen)
+            net(X)
+        finally:
+            handle.remove()
+    assert count == len([*net.modules()])
+    assert len(seen) == 2 * count
+
+
+class State:
+    def __init__(self, names, calls=0):
+        self.names, self.calls = names, calls
+
+
+class OfProcess:
+    def __init__(self):
+        self.state = State({"torch": torch})
+
+    def look(self, counts):
+        self.state = State(dict(self.state.names), self.state.calls + counts)
+
+
+REGISTRY = OfProcess()
+
+
+@pytest.mark.filterwarnings("ignore:tsopt")
+@pytest.mark.parametrize("counts", [False, True])
+def test_an_object_outside_that_is_made_anew_as_it_was_is_no_effect(counts, always_faster):
+    class Looks(Net):
+        def forward(self, x):
+            REGISTRY.look(counts)
+            return super().forward(x)
+
+    net = tsopt.hybridize(Looks().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            net(X)
+    assert bool(tsopt.report(net).in_eager) is counts

@@ -323,3 +323,57 @@ def test_the_model_itself_is_called_only_to_compare_its_copies_with_it(always_fa
     with torch.no_grad():
         tsopt.hybridize(model, **QUICK, audit=0)(X)
     assert sum(called.get() is model for _ in range(called.qsize())) == 2
+
+
+def deterministic():
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def flash_attention():
+    return torch.backends.cuda.flash_sdp_enabled()
+
+
+def medium_precision():
+    return torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize(
+    ("query", "change", "back"),
+    [
+        (
+            deterministic,
+            partial(torch.use_deterministic_algorithms, True),
+            partial(torch.use_deterministic_algorithms, False),
+        ),
+        (
+            flash_attention,
+            partial(torch.backends.cuda.enable_flash_sdp, False),
+            partial(torch.backends.cuda.enable_flash_sdp, True),
+        ),
+        (
+            medium_precision,
+            partial(torch.set_float32_matmul_precision, "medium"),
+            partial(torch.set_float32_matmul_precision, "highest"),
+        ),
+    ],
+    ids=["deterministic", "attention", "precision"],
+)
+def test_a_setting_of_torch_that_code_queries_is_looked_at(query, change, back, always_faster):
+    class Asks(Net):
+        def forward(self, x):
+            found = super().forward(x)
+            return found * 3 if query() else found
+
+    net = tsopt.hybridize(Asks().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+        change()
+        try:
+            with pytest.warns(UserWarning, match="queries a setting of torch"):
+                found = net(X)
+            close(found, eager(net))
+            assert not torch.equal(found, wanted)
+        finally:
+            back()
+        close(net(X), wanted)
+    assert sum(tsopt.report(net).in_eager.values()) == 1

@@ -102,6 +102,8 @@ class _Search:
 
     def run(self, model: Any) -> Reads:
         self._value(model)
+        for hooks in HOOKS:
+            self._hooks(getattr(nn.modules.module, f"_global{hooks}"))
         known = -1
         while known != len(self._seen):  # a method that is reached may bring names of others
             known = len(self._seen)
@@ -221,12 +223,15 @@ class _Search:
             self.found.modules.append(module)
             self._class(type(module), is_held=True)
             for hooks in HOOKS:
-                for hook in list(getattr(module, hooks, {}).values()):
-                    self._value(hook)
-                    self.found.objects.append(hook.__self__ if isinstance(hook, MethodType) else hook)
+                self._hooks(getattr(module, hooks, {}))
             for name, value in [*module.__dict__.items(), *in_slots(module).items()]:
                 if name not in TABLES and name not in HOOKS:
                     self._value(value)
+
+    def _hooks(self, hooks: Mapping[int, Any]) -> None:
+        for hook in list(hooks.values()):
+            self._value(hook)
+            self.found.objects.append(hook.__self__ if isinstance(hook, MethodType) else hook)
 
     def _class_name(self, cls: type, name: str) -> None:
         """An attribute of a class wherever it is defined, for what overrides another one may call it."""

@@ -24,6 +24,7 @@ from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.quiet import unwarned
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
+from tsopt.compiler.tensor_bytes import bytes_in
 
 LARGEST = 1 << 24  # bytes of a tensor in a plain attribute, a list or a closure that may be state
 USUAL = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}) | frozenset(
@@ -258,7 +259,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the values of two tensors of one type are the same to the bit, NaN included."""
     # NOTE: an unnecessary write would increase the version counter of an unchanged buffer.
     plain = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
-    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in plain))
+    return torch.equal(*map(bytes_in, plain))
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -1,10 +1,11 @@
-"""When a tensor ends, without a weak reference to it: `torch.utils.swap_tensors` refuses tensors that have any."""
+"""Without weak references to tensors: `torch.utils.swap_tensors` refuses tensors that have any."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 LIFE = "_tsopt_life"  # attribute of a tensor
 
@@ -16,3 +17,8 @@ def life_of(tensor: torch.Tensor) -> set[Any]:
     """
     found: set[Any] = tensor.__dict__.setdefault(LIFE, set())
     return found
+
+
+def let_go(mode: FakeTensorMode) -> None:
+    """Drops the weak references of a mode to the tensors that it has made fakes of: torch keeps some modes for good."""
+    mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()

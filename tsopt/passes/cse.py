@@ -14,6 +14,7 @@ from tsopt.compiler.graph.origin import origin_of, record_merge
 from tsopt.compiler.graph.program import Program, format_value
 from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS
+from tsopt.compiler.tensor_bytes import bytes_in
 
 COMPARED_ELEMENTS = 1  # elements: larger weights are the same only when they are the same memory
 
@@ -73,4 +74,4 @@ def _weight_key(weight: torch.Tensor) -> object:
     if weight.numel() > COMPARED_ELEMENTS:
         return (*kind, weight.data_ptr())
     plain = weight.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return (*kind, bytes(plain.reshape(-1).view(torch.uint8).tolist()))
+    return (*kind, bytes(bytes_in(plain).tolist()))

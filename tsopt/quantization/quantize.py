@@ -18,6 +18,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.compiler.precision_names import FP32, HALVES, INT4, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
+from tsopt.compiler.tensor_bytes import bytes_in
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.lower_precision import in_precision, products_of
 from tsopt.quantization.drawn import drawn, like_the_example
@@ -266,5 +267,5 @@ def _digest(program: Program, data: Calibration) -> str:
         for leaf in program.signature.bind(call.args, call.kwargs):
             plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+            digest.update(bytes_in(plain).numpy().data)
     return digest.hexdigest()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tsopt.compiler.outside import kept_outside
 from tsopt.runtime.calling.call_effects import call_effects
 from tsopt.runtime.calling.model_changes import Watch
 
@@ -100,3 +101,71 @@ def test_what_calls_only_read_in_long_containers_is_no_effect():
     watch = Watch(model)
     assert call_effects(model, watch, tsopt.example(X)) == ([], [])
     assert not watch.changed()
+
+
+class Keeps(nn.Module):
+    """Keeps something of each call, or of the first."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.layer, self.keep, self.held, self.seen = nn.Linear(8, 8), keep, {}, []
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("last", None)
+        self.by_size = {}
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.keep(self, y)
+        return y
+
+
+KEPT = {
+    "a dict": (lambda model, y: model.held.update(y=y), ["a dict"]),
+    "a list": (lambda model, y: model.seen.__setitem__(slice(None), [y]), ["a list"]),
+    "a buffer": (lambda model, y: setattr(model, "mean", y.mean(0)), ["'mean'"]),
+    "a buffer that was none": (lambda model, y: setattr(model, "last", y), ["'last'"]),
+    "a parameter": (lambda model, y: setattr(model.layer, "bias", nn.Parameter(y.mean(0))), ["'bias'"]),
+    "what is written to a buffer": (lambda model, y: model.mean.copy_(y.mean(0)), []),
+    "the first of its size": (lambda model, y: model.by_size.setdefault(len(y), torch.zeros(3)), []),
+}
+
+
+@pytest.mark.usefixtures("single_threaded")
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_model_keeps_of_each_call_is_told(name):
+    keep, told = KEPT[name]
+    model = Keeps(keep).eval()
+    watch = Watch(model, [model.mean])
+    with torch.no_grad():
+        assert call_effects(model, watch, tsopt.example(X)) == ([], told)
+
+
+SEEN = []
+
+
+class Logs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.held = nn.Linear(8, 8), 0, {}
+
+    def forward(self, x):
+        y = self.layer(x).relu()
+        self.calls, self.held["y"] = self.calls + 1, y
+        SEEN.append(1)
+        return y
+
+
+@pytest.mark.usefixtures("single_threaded")
+@pytest.mark.parametrize("watched", [True, False])
+def test_optimize_tells_what_compiled_calls_do_not_change(watched, always_faster, recwarn):
+    model = Logs().eval()
+    options = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
+    with kept_outside(model):
+        fast = tsopt.optimize(model, X, **options, audit=0.01 if watched else 0)
+    assert fast.report.winner == "TorchScript"
+    assert (model.calls, model.held, SEEN) == (0, {}, [])
+    told = [str(item.message) for item in recwarn if "compiled calls" in str(item.message)]
+    assert told == watched * [
+        "tsopt: Logs: compiled calls do not change its attribute 'calls' and a dict that it holds and a list outside "
+        "of it, which each call of the model itself does"
+    ]

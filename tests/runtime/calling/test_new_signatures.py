@@ -351,3 +351,26 @@ def test_a_call_that_a_range_cannot_reach_is_compared_once(wins, monkeypatch):
         with pytest.raises((IndexError, RuntimeError)):
             fast(torch.randn(31, 6))
     assert len(asked) == 1
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x, name=""):
+        return self.inner(x) + len(name)
+
+
+def test_of_calls_with_another_constant_each_time_few_are_captured(always_faster, monkeypatch):
+    monkeypatch.setattr(new_signatures, "OFTEN", 5)
+    model = Named().eval()
+    fast = tsopt.optimize(model, (torch.ones(2, 6), "a"), **OPTIONS)
+    for number in range(12):
+        x = torch.full((2, 6), float(number))
+        torch.testing.assert_close(fast(x, str(number)), model(x, str(number)))
+    assert len(fast.new_signatures.kept) == new_signatures.FREE_CAPTURES
+    assert "run in eager mode until one has come 5 times" in str(fast.report.signatures)
+    for _ in range(6):
+        fast(torch.ones(2, 6), "b")
+    assert len(fast.new_signatures.kept) == new_signatures.FREE_CAPTURES + 1

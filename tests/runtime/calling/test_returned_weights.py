@@ -14,18 +14,19 @@ X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Quantizer(nn.Module):
-    """A parameter, a buffer that calls do not write, and an attribute that is neither, all of them returned."""
+    """A parameter, a buffer that calls do not write, and attributes that are neither, all of them returned."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.randn(4, 4, generator=generator))
         self.register_buffer("codes", torch.randn(6, 4, generator=generator))
-        self.scale = torch.ones(4)
+        self.scale, self.kept = torch.ones(4), [torch.ones(3)]
 
     def forward(self, x):
         values = (x @ self.weight + self.codes[:1]) * self.scale
-        return values, self.weight, self.codes, self.scale, self.weight.t(), self.codes[1:], self.codes[:3].flatten()
+        of_weight, of_codes = (self.weight.t(), self.weight.detach()), (self.codes[1:], self.codes[:3].flatten())
+        return values, self.weight, self.codes, self.scale, *of_weight, *of_codes, self.kept[0]
 
 
 class Positions(nn.Module):
@@ -44,11 +45,14 @@ def shared(model, backend, **options):
 
 def check_own(found, model):
     """What was returned is the model's."""
-    values, weight, codes, scale, turned, rest, flat = found
-    assert (weight is model.weight, codes is model.codes, scale is model.scale) == (True, True, True)
+    values, weight, codes, scale, turned, detached, rest, flat, kept = found
+    same = (weight is model.weight, codes is model.codes, scale is model.scale, kept is model.kept[0])
+    assert same == (True, True, True, True)
     assert turned.data_ptr() == model.weight.data_ptr()
     assert turned.stride() == (1, 4)
-    assert not turned.requires_grad, "as no result of a compiled form does"
+    assert turned.requires_grad, "as a view of a parameter does"
+    assert not detached.requires_grad
+    assert detached.data_ptr() == model.weight.data_ptr()
     assert (rest.data_ptr(), flat.data_ptr()) == (model.codes[1].data_ptr(), model.codes.data_ptr())
     assert not values.requires_grad
 
@@ -59,9 +63,9 @@ def test_where_weights_are_shared_they_are_the_models(backend):
     executable = shared(model, backend)
     with torch.no_grad():
         check_own(executable(X), model)
-        executable(X)[5].fill_(7)
+        executable(X)[6].fill_(7)
     assert (model.codes[1:] == 7).all()
-    assert (executable(X)[6][4:] == 7).all(), "the views of one buffer share it"
+    assert (executable(X)[7][4:] == 7).all(), "the views of one buffer share it"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,7 +113,7 @@ def test_an_optimized_model_returns_its_own_or_the_models(share, always_faster):
     if share:
         check_own(found, model)
     assert (found[1] is model.weight) is share
-    assert (found[5].data_ptr() == model.codes[1].data_ptr()) is share
+    assert (found[6].data_ptr() == model.codes[1].data_ptr()) is share
 
 
 def test_a_hybrid_returns_the_models_and_sees_what_is_written_to_them(always_faster):
@@ -120,8 +124,8 @@ def test_a_hybrid_returns_the_models_and_sees_what_is_written_to_them(always_fas
             found, reference = net(X), wanted(X)
             check_own(found, model)
             torch.testing.assert_close(found, reference)
-            found[5].add_(1)
-            reference[5].add_(1)
+            found[6].add_(1)
+            reference[6].add_(1)
 
 
 def test_in_a_bundle_they_are_copies(tmp_path):

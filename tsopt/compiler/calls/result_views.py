@@ -32,6 +32,7 @@ class View:
             where it is that tensor itself.
         places: strides and offset for any sizes, in a program for many; the others are those of the example.
         where: the sizes at which it is a view, by Dim, and a copy at others; empty: at all.
+        detached: it requires no gradients, although the tensor does.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class View:
     offset: int | None = None
     places: Places | None = None
     where: tuple[tuple[str, int], ...] = ()
+    detached: bool = False
 
     def at(self, sizes: Mapping[str, int], shape: tuple[int, ...]) -> View | None:
         """The view as it is for the sizes of a call, in which the result has this shape; None where it is a copy.
@@ -68,7 +70,7 @@ class View:
             return base if base.shape == value.shape else value
         if value.shape != self.shape or not self._lies_in(tuple(base.shape), base.stride()):
             return value
-        plain = base.detach() if self.kind == WEIGHT else base  # gradients are not recorded, as for all other results
+        plain = base.detach() if self.detached else base
         return plain.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
     def _lies_in(self, shape: Sequence[int], strides: Sequence[int]) -> bool:

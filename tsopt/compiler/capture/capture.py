@@ -36,6 +36,7 @@ from tsopt.compiler.capture.refusals import (
     check_result,
     check_training,
 )
+from tsopt.compiler.capture.replaced_tensors import none_replaced
 from tsopt.compiler.capture.scripted import Scripted, is_scripted
 from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.capture.shadow_check import answers_alike
@@ -48,6 +49,7 @@ from tsopt.compiler.protect import protected, training_flags, training_of
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims, with_sizes
+from tsopt.compiler.tensor_life import let_go
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, UsageError
 
 log = logging.getLogger("tsopt")
@@ -287,7 +289,8 @@ class _Flat(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.outer, leaves)
-        values, result, effects = outcome_of(self.model, args, kwargs, self.held)
+        with none_replaced(self.model):
+            values, result, effects = outcome_of(self.model, args, kwargs, self.held)
         parts = (replace(effect, parts=with_sizes(effect.parts, self.outer, leaves)) for effect in effects)
         self.record((with_sizes(result, self.outer, leaves), tuple(parts)))
         return tuple(values)
@@ -336,6 +339,7 @@ def _capture(
     result, effects = outcomes[-1]
     check_result(result, effects, held)
     program = lower(exported, names, outer, result, effects, name_of(model))
+    let_go(program.fake_mode)
     if follows_default_dtype(traced):
         program = replace(program, signature=replace(program.signature, default_dtype=_default_dtype()))
     return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.result_views import View
+from tsopt.compiler.calls.snapshot import elements_of
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.capture.memos import forget
@@ -143,11 +144,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _held_by(model: Any) -> list[torch.Tensor]:
-    """The tensors of a model, each once."""
-    kept = (
-        value for m in modules_of(model) for held in (m._parameters, m._buffers, m.__dict__) for value in held.values()
-    )
-    return list({id(value): value for value in kept if isinstance(value, torch.Tensor)}.values())
+    """The tensors of a model, each once; those in lists and dicts among its attributes as well."""
+    tables = (table for m in modules_of(model) for table in (m._parameters, m._buffers, m.__dict__))
+    values = [value for table in tables for value in table.values()]
+    values += [inner for value in values if isinstance(value, dict) for inner in dict.values(value)]
+    values += [inner for value in values if isinstance(value, (list, tuple)) for inner in elements_of(value)]
+    return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
 
 
 class _Recorder(TorchFunctionMode):

@@ -91,7 +91,9 @@ def _part(result: torch.Tensor, bases: Sequence[Any], kind: str) -> View | None:
             continue
         offset = result.storage_offset() - base.storage_offset()
         if _memory(base) == _memory(result) and offset >= 0 and offset + _reach(result) <= _reach(base):
-            return View(kind, position, _layout(base), tuple(result.shape), tuple(result.stride()), offset)
+            detached = base.requires_grad and not result.requires_grad
+            shape, stride = tuple(result.shape), tuple(result.stride())
+            return View(kind, position, _layout(base), shape, stride, offset, detached=detached)
     return None
 
 

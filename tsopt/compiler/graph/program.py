@@ -21,6 +21,7 @@ from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import comment_on, origins_of, rule_of
+from tsopt.compiler.tensor_bytes import bytes_in
 
 
 class Numerics(enum.IntEnum):
@@ -187,7 +188,7 @@ class Program:
             values = [(name, self.weights[name]) for name in sorted(self.used_weights())]
             for name, value in [*values, *sorted(self.state.items())]:
                 plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-                digest.update(name.encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(name.encode() + bytes_in(plain).numpy().tobytes())
         return digest.hexdigest()
 
     def __str__(self) -> str:

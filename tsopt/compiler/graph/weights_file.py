@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tsopt.compiler.calls.tensor_file import read_tensors, write_tensors
+from tsopt.compiler.tensor_bytes import bytes_in
 
 HEADER_SIZE = 8  # bytes in front of the header, which contain its length
 
@@ -58,4 +59,4 @@ def bytes_in_memory(weights: Mapping[str, torch.Tensor], file: Path) -> Iterator
         value = value.detach().permute(memory_order(value))
         begin, end = entry["data_offsets"]
         if value.is_contiguous() and value.nbytes == end - begin:
-            yield HEADER_SIZE + size + begin, value.reshape(-1).view(torch.uint8)
+            yield HEADER_SIZE + size + begin, bytes_in(value)

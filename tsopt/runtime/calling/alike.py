@@ -8,10 +8,12 @@ from types import BuiltinFunctionType, CodeType, MethodType
 from typing import Any
 
 import torch
+from torch import nn
 
-from tsopt.compiler.calls.snapshot import elements_of, items_of
+from tsopt.compiler.calls.snapshot import elements_of, in_slots, is_python, items_of
 from tsopt.compiler.protect import same_bytes
 
+LEVELS = 4  # of attributes of attributes that are compared
 # What is equal to one of these is alike; so it is where equality is that of `object`.
 EXACT = (str, bytes, CodeType, MethodType, BuiltinFunctionType)
 
@@ -65,6 +67,24 @@ def alike(value: Any, before: Any) -> bool:
         return bool(value == before)
     except Exception:  # of arrays, whose comparison is one for each element
         return False
+
+
+def resembles(value: Any, before: Any, levels: int = LEVELS) -> bool:
+    """Whether an object is alike to another one, or was made anew with the same attributes, as a registry may be."""
+    if alike(value, before):
+        return True
+    if type(value) is not type(before) or isinstance(value, (torch.Tensor, nn.Module)) or not levels:
+        return False
+    if isinstance(value, (tuple, list)):
+        pairs = [*zip(elements_of(value), elements_of(before), strict=False)]
+        return len(value) == len(before) and all(resembles(*pair, levels - 1) for pair in pairs)
+    if not isinstance(value, dict):
+        cls: Any = type(value)
+        if not is_python(cls) or not hasattr(value, "__dict__"):
+            return False
+        value, before = (vars(item) | in_slots(item) for item in (value, before))
+    mine, theirs = items_of(value), items_of(before)
+    return mine.keys() == theirs.keys() and all(resembles(mine[key], theirs[key], levels - 1) for key in mine)
 
 
 def differ(tensor: torch.Tensor, before: torch.Tensor) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.snapshot import iterator_in
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import Outside, kept_outside
 from tsopt.compiler.protect import protected
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.checking.inputs import InputSet
-from tsopt.runtime.racing.rehearsal import StandIn
+from tsopt.runtime.racing.outcomes import warn
+from tsopt.runtime.racing.rehearsal import Rehearsal, StandIn
 
 
 def call_effects(
@@ -64,15 +67,32 @@ def effects_of(
     return outside, inside, watch
 
 
+def tell_of_effects(rehearsal: Rehearsal, captured: Program, example: Example) -> None:
+    """Warns of what each call of a model changes, and compiled calls do not.
+
+    Args:
+        rehearsal: what is called. Not the model itself where other threads may call it, or where a call reads on in an
+            iterator.
+    """
+    if rehearsal.shadow is None and (others_run() or iterator_in(example.args, example.kwargs) is not None):
+        return
+    outside, inside, _ = effects_of(rehearsal.model, example, captured.state.values())
+    if outside or inside:
+        warn(f"tsopt: {captured.name}: {not_changed(inside, outside)}", UserWarning)
+
+
 def why_eager(outside: list[str]) -> str:
     """Why the model itself serves all calls, where they change something outside of it."""
     return f"a call changes {', '.join(outside)} outside of the model, which compiled calls would not"
 
 
-def not_changed(inside: list[str]) -> str:
-    """What to tell of attributes that compiled calls leave as they are."""
-    names = f"its attribute{'s' * (len(inside) > 1)} {', '.join(inside)}"
-    return f"compiled calls do not change {names}, which each call of the model itself does"
+def not_changed(inside: list[str], outside: Sequence[str] = ()) -> str:
+    """What to tell of attributes, and of what is outside of the model, that compiled calls leave as they are."""
+    named, held = ([name for name in inside if name.startswith("'") is quoted] for quoted in (True, False))
+    names = [f"its attribute{'s' * (len(named) > 1)} {', '.join(named)}"] if named else []
+    names += [f"{', '.join(held)} that it holds"] if held else []
+    names += [f"{', '.join(outside)} outside of it"] if outside else []
+    return f"compiled calls do not change {' and '.join(names)}, which each call of the model itself does"
 
 
 def _changes_nothing(apart: StandIn, written: list[torch.Tensor], example: Example) -> bool:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsopt.compiler.model_reads import LEAVES, Reads, content_of, reads_of
+from tsopt.compiler.model_reads import LEAVES, TABLES, Reads, content_of, reads_of
 from tsopt.compiler.places import ABSENT
 from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
-from tsopt.runtime.calling.alike import Kept, alike, all_alike
+from tsopt.runtime.calling.alike import Kept, alike, all_alike, resembles
 from tsopt.runtime.calling.reading import kind_of, values_of
 from tsopt.runtime.calling.tensor_marks import TensorMarks
 from tsopt.runtime.calling.watched_places import OWN, WatchedPlaces, bytes_of
@@ -169,7 +169,7 @@ class Watch:
     ) -> tuple[list[str], list[str]]:
         """What each call of the model changes: outside of it, and of its attributes.
 
-        What the first call fills, as a cache, does not count; nor do buffers.
+        What the first call fills, as a cache, does not count; nor does what is written to buffers.
 
         Args:
             call: makes one.
@@ -211,9 +211,25 @@ class Watch:
             for (place, name), before in zip(found.slots, self._values, strict=True)
             if id(place) not in outside and not alike(place.get(name, ABSENT), before)
         ]
-        names += self._gained(outside=False) + self._written_arrays(outside=False)
+        names += self._replaced() + self._gained(outside=False) + self._written_arrays(outside=False)
         lengths = zip(found.sized, self._lengths, strict=True)
         names += [f"a {kind_of(held)}" for held, size in lengths if len(held) != size and id(held) not in outside]
+        return names
+
+    def _replaced(self) -> list[str]:
+        """What lists and dicts of the model hold now and did not: parameters and buffers by name."""
+        found, held = self._found, iter(self._held)
+        tables = {id(table[name]) for table in found.whole for name in TABLES}
+        names = []
+        for container, view in zip(found.containers, self._views, strict=True):
+            before, now = [next(held) for _ in range(found.lengths[id(container)])], [*view]
+            if id(container) in found.outside or all_alike(now, before):
+                continue
+            if id(container) in tables and len(now) == len(before):
+                pairs = zip(container, now, before, strict=True)
+                names += [repr(name) for name, value, old in pairs if not alike(value, old)]
+            else:
+                names.append(f"a {kind_of(container)}")
         return names
 
     def _changed_outside(self) -> list[str]:
@@ -229,7 +245,7 @@ class Watch:
         names += [
             repr(slot[1])
             for slot, before in zip(found.slots, self._values, strict=True)
-            if id(slot[0]) in outside and not alike(slot[0].get(slot[1], ABSENT), before)
+            if id(slot[0]) in outside and not resembles(slot[0].get(slot[1], ABSENT), before)
         ]
         names += self._gained(outside=True) + self._written_arrays(outside=True)
         classes = zip(found.classes, self._classes, strict=True)

@@ -37,7 +37,7 @@ MAX_FAILURES = 2  # of captures for several sizes, for calls that differ only in
 AFTER_A_CONDITION = 3  # times as many calls of a hybrid are served by the model where sizes decide what it does
 STREAK, FIRST_PAUSE, LONGEST_PAUSE = 64, 16, 1024  # calls: see `NewSignatures.skips`
 # Captures of a hybrid for one size: this many at first; then at most this share of the time, or signatures called this
-# often.
+# often. Likewise those for calls of the same kinds of tensors, which differ in sizes or constants.
 FREE_CAPTURES, SHARE, OFTEN = 4, 0.02, 50
 MAX_COUNTED = 256  # signatures whose calls are counted
 
@@ -85,6 +85,7 @@ class NewSignatures:
         self.after_eager: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         self._captures = 0
         self._counts: dict[CallKey, int] = {}
+        self._of_kinds: dict[Any, int] = {}  # captures for one size, by the kinds of the tensors of a call
         self.seconds, self._since = 0.0, time.monotonic()
         self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
         self._own: CallKey | None = None  # of the example
@@ -212,9 +213,15 @@ class NewSignatures:
         if waits and self._warmup and seen.failures < MAX_FAILURES:
             seen.calls = 0
             return self._eager
-        if self._warmup and not self._pays(key, seen):
+        kinds = form_of(key)[1]
+        # A name or a temperature may be another one in each call: the model serves such calls, unless they come again.
+        is_one_of_many = self._of_kinds.get(kinds, 0) >= FREE_CAPTURES
+        if (self._warmup or is_one_of_many) and not self._pays(key, seen):
+            if is_one_of_many:
+                self._note(f"{signature}, further ones", f"run in eager mode until one has come {OFTEN} times")
             return self._eager
         self._captures += not tried
+        self._of_kinds[kinds] = self._of_kinds.get(kinds, 0) + 1
         one, by_layout = self._for_one_size(example, signature)
         self.kept.keep(key, one, by_layout=by_layout and not plain(key))
         return one

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 
 # Queries whose answer depends on how code is called, not on its arguments.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
+# Settings of torch that code may query, by the name that it needs for that.
+QUERIES: dict[str, Callable[[], object]] = {
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
+    "get_deterministic_debug_mode": torch.get_deterministic_debug_mode,
+    "fill_uninitialized_memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "allow_tf32": lambda: (torch._C._get_cublas_allow_tf32(), torch._C._get_cudnn_allow_tf32()),
+    "flash_sdp_enabled": torch.backends.cuda.flash_sdp_enabled,
+    "mem_efficient_sdp_enabled": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math_sdp_enabled": torch.backends.cuda.math_sdp_enabled,
+    "cudnn_sdp_enabled": torch.backends.cuda.cudnn_sdp_enabled,
+    "get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
+    "benchmark": torch._C._get_cudnn_benchmark,
+    "deterministic": torch._C._get_cudnn_deterministic,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "is_anomaly_check_nan_enabled": torch.is_anomaly_check_nan_enabled,
+    "is_warn_always_enabled": torch.is_warn_always_enabled,
+    "initial_seed": torch.initial_seed,
+}
 # Called on every call: a global of this module is looked up faster than an attribute of torch.
 _default_dtype, _number_of_threads = torch.get_default_dtype, torch.get_num_threads
 _function_modes = torch._C._len_torch_function_stack
@@ -22,17 +42,21 @@ class Settings:
         follows_threads: whether engines were compiled for torch's number of threads.
     """
 
-    __slots__ = ("_asked", "_device", "_dtype", "_inference", "_process", "_thread", "_threads")
+    __slots__ = ("_answers", "_asked", "_device", "_dtype", "_inference", "_process", "_queries", "_thread", "_threads")
 
     def __init__(self, *, follows_threads: bool) -> None:
         self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
         self._device = _default_device()
         self._threads, self._thread = torch.get_num_threads() if follows_threads else None, threading.get_ident()
         self._process, self._asked = os.getpid(), False
+        self._queries: list[Callable[[], object]] = []
+        self._answers: list[object] = []
 
     def ask(self, names: Container[str]) -> None:
         """Takes the names that a model reads: most models query no modes and behave the same in each."""
         self._asked = any(name in names for name in MODES)
+        self._queries = [query for name, query in QUERIES.items() if name in names]
+        self._answers = [query() for query in self._queries]
 
     def was_renumbered(self) -> bool:
         """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each.
@@ -52,6 +76,8 @@ class Settings:
             return "the default device has changed since it was compiled"
         if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
             return "it queries the grad mode, which has changed since it was compiled"
+        if self._queries and [query() for query in self._queries] != self._answers:
+            return "it queries a setting of torch, which has changed since it was compiled"
         return ""
 
 

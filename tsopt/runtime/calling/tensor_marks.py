@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.alike import differ
@@ -79,7 +80,8 @@ class TensorMarks:
         """Statistics may be written without raising a version: they are compared by value when it matters."""
         if self._expected is not None:
             small = [tensor for tensor in self._counted if tensor.dim() < 2 and not tensor.requires_grad]
-            self._doubted = [(tensor, tensor.detach().clone()) for tensor in small]
+            with _disable_current_modes():  # a tracer may be calling the model: these are the values there are
+                self._doubted = [(tensor, tensor.detach().clone()) for tensor in small]
             self._expected = None if small else self._versions
 
     def settle(self) -> bool:

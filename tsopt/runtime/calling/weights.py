@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.protect import InEvalMode
+from tsopt.compiler.tensor_bytes import bytes_in
 from tsopt.runtime.calling import unseen_writes
 
 NAMED = 3  # of the weights that have changed: what changes one often changes all
@@ -113,7 +114,7 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> Digest:
 def _checksum(tensor: torch.Tensor) -> int:
     with torch.no_grad():
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return zlib.crc32(dense.reshape(-1).view(torch.uint8).numpy().data)
+        return zlib.crc32(bytes_in(dense).numpy().data)
 
 
 def _touch(tensor: torch.Tensor) -> tuple[int, int]:

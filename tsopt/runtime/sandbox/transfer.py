@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tsopt.compiler.tensor_bytes import bytes_in
+
 LENGTH = struct.Struct("!I")
 LONGEST = 1 << 26  # bytes of a message; tensors are not in messages
 ALIGN = 64
@@ -86,7 +88,7 @@ def write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> Described:
     with path.open("wb") as file:
         for tensor in tensors:
             value = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            raw = value.reshape(-1).view(torch.uint8).numpy()
+            raw = bytes_in(value).numpy()
             file.write(b"\0" * (-file.tell() % ALIGN))
             overlaps = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
             described.append(
