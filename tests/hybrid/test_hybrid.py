@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -365,3 +366,17 @@ def test_a_model_may_differentiate_inside_in_calls_of_another_form(always_faster
     for x in (X, X, X[:2], X):
         close(net(x, forces=True), model(x, forces=True))
     close(net(X), model(X))
+
+
+def test_the_report_says_which_argument_is_another_object_in_each_call(always_faster):
+    class Tagged(Net):
+        def forward(self, x, tag=None):
+            return super().forward(x)
+
+    net = tsopt.hybridize(Tagged().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(12):
+            net(X, tag=threading.Lock())
+    told = str(tsopt.report(net))
+    assert "11 calls in eager mode: the signature is not compiled" in told
+    assert "run in eager mode until one has come 50 times; in each, 'tag' is another lock" in told

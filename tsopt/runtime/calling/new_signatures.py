@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import where_different
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.turns import Turn
@@ -40,6 +41,7 @@ STREAK, FIRST_PAUSE, LONGEST_PAUSE = 64, 16, 1024  # calls: see `NewSignatures.s
 # often. Likewise those for calls of the same kinds of tensors, which differ in sizes or constants.
 FREE_CAPTURES, SHARE, OFTEN = 4, 0.02, 50
 MAX_COUNTED = 256  # signatures whose calls are counted
+MANY_FORMS = 8  # of calls with the same kinds of tensors: their constants differ from call to call
 
 
 class NewSignatures:
@@ -85,7 +87,9 @@ class NewSignatures:
         self.after_eager: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         self._captures = 0
         self._counts: dict[CallKey, int] = {}
-        self._of_kinds: dict[Any, int] = {}  # captures for one size, by the kinds of the tensors of a call
+        # By the kinds of the tensors of a call: captures for one size, and calls that were the first of their form.
+        self._of_kinds: dict[Any, int] = {}
+        self._firsts: dict[Any, int] = {}
         self.seconds, self._since = 0.0, time.monotonic()
         self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
         self._own: CallKey | None = None  # of the example
@@ -186,9 +190,13 @@ class NewSignatures:
         partner = seen.partner_for(key) if narrow is None else narrow.partner_for(key)
         waits = partner is None and seen.waits_for_another(key)
         seen.key = key
+        signature, kinds = ", ".join(map(str, types_of(key))), form_of(key)[1]
         if seen.calls < self._calls_before(seen, narrow):
             seen.calls += 1
             seen.offer(key)
+            self._firsts[kinds] = self._firsts.get(kinds, 0) + 1
+            if self._firsts[kinds] == MANY_FORMS:
+                self._note_others(key, signature)
             return self._eager
         if self._captures >= MAX_CAPTURES:
             self._note(
@@ -197,7 +205,6 @@ class NewSignatures:
             )
             return self._eager
         self._check()
-        signature = ", ".join(map(str, types_of(key)))
         tried = partner is not None and seen.failures < MAX_FAILURES and sizes_of(partner) != sizes_of(key)
         if partner is not None and tried:
             self._captures += 1
@@ -213,18 +220,27 @@ class NewSignatures:
         if waits and self._warmup and seen.failures < MAX_FAILURES:
             seen.calls = 0
             return self._eager
-        kinds = form_of(key)[1]
         # A name or a temperature may be another one in each call: the model serves such calls, unless they come again.
         is_one_of_many = self._of_kinds.get(kinds, 0) >= FREE_CAPTURES
         if (self._warmup or is_one_of_many) and not self._pays(key, seen):
             if is_one_of_many:
-                self._note(f"{signature}, further ones", f"run in eager mode until one has come {OFTEN} times")
+                self._note_others(key, signature)
             return self._eager
         self._captures += not tried
         self._of_kinds[kinds] = self._of_kinds.get(kinds, 0) + 1
         one, by_layout = self._for_one_size(example, signature)
         self.kept.keep(key, one, by_layout=by_layout and not plain(key))
         return one
+
+    def _note_others(self, key: CallKey, signature: str) -> None:
+        """Notes that calls with other constants are the model's own, and where the constants are."""
+        path, mine, _ = where_different(key[0], (self._own or key)[0])
+        place = path.partition(".")[2]  # in the arguments, or in those with names
+        place = f"argument {place}" if place[:1].isdigit() else repr(place)
+        told = f"run in eager mode until one has come {OFTEN} times"
+        if mine.kind == "const" and mine.cls is not None:
+            told += f"; in each, {place} is another {mine.cls.__name__}"
+        self._note(f"{signature}, further ones", told)
 
     def _calls_before(self, seen: Seen, narrow: ForSizes | None) -> int:
         """How many calls the model serves before they are captured.
