@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 from torch.fx import Proxy, _symbolic_trace
+from torch.utils._pytree import tree_leaves
 
 from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.snapshot import Wrapper, slot_names
@@ -194,7 +195,8 @@ class _Hybrid(_AsModel):
 
 def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.fx calls it to see what it computes."""
-    return _symbolic_trace._is_fx_tracing_flag and any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
+    traces = getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+    return bool(traces) and any(isinstance(value, Proxy) for value in tree_leaves((args, kwargs)))
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Any:

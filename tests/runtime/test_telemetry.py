@@ -51,6 +51,19 @@ def test_an_engine_that_is_imported_for_a_model_reports_nothing(package, tmp_pat
     assert "intel" not in done.stdout.partition("home:")[2]
 
 
+def test_a_block_in_another_one_and_a_package_that_the_user_has_blocked(monkeypatch):
+    monkeypatch.delitem(sys.modules, SENDER, raising=False)
+    with without_telemetry():
+        with without_telemetry():
+            assert sys.modules[SENDER] is None
+        assert sys.modules[SENDER] is None
+    assert SENDER not in sys.modules
+    monkeypatch.setitem(sys.modules, SENDER, None)
+    with without_telemetry():
+        pass
+    assert sys.modules[SENDER] is None
+
+
 def test_what_the_user_has_set_is_kept_and_the_rest_is_not(monkeypatch):
     sender = types.ModuleType(SENDER)
     monkeypatch.setitem(sys.modules, SENDER, sender)

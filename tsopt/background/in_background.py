@@ -296,7 +296,8 @@ class InBackground:
                     return
                 executable = self._checked(job, state, job.made(answer.signature, running.key[0]), apart)
                 executable.draws = answer.draws
-                executable.hold(map(named_tensors(self.model).__getitem__, answer.held))
+                held = named_tensors(self.model)
+                executable.hold(None if name is None else held[name] for name in answer.held)
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding

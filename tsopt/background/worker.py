@@ -61,9 +61,7 @@ def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answ
     # The nesting goes into the answer: bundles hold no objects.
     flat = executable.called_as(executable.signature.flat())
     save(flat, directory / BUNDLE, model, fast.example, fast.report)
-    held = tuple(names[id(tensor)] for tensor in executable.held if id(tensor) in names)
-    if len(held) < len(executable.held):  # an attribute that is no buffer
-        held = ()
+    held = tuple(names.get(id(tensor)) for tensor in executable.held)
     return Answer(fast.report, written, held, executable.signature, may_draw(executable))
 
 

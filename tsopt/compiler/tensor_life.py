@@ -1,7 +1,9 @@
-"""Without weak references to tensors: `torch.utils.swap_tensors` refuses tensors that have any."""
+"""No weak references to tensors, which `torch.utils.swap_tensors` refuses: when one ends, and what tracers leave."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,3 +24,12 @@ def life_of(tensor: torch.Tensor) -> set[Any]:
 def let_go(mode: FakeTensorMode) -> None:
     """Drops the weak references of a mode to the tensors that it has made fakes of: torch keeps some modes for good."""
     mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
+
+@contextmanager
+def letting_go(mode: FakeTensorMode) -> Iterator[None]:
+    """A block after which the mode has none."""
+    try:
+        yield
+    finally:
+        let_go(mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -16,22 +16,36 @@ NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
 # this package to do so, and reports nothing where that cannot be imported.
 SENDER = "openvino_telemetry"
 _IMPORTING = forks.Lock()
+_UNDO: list[Callable[[], None]] = []  # of blocks that have begun, also in the child of a fork
 
 
 @contextmanager
 def without_telemetry() -> Iterator[None]:
     """A block that imports engines. Nothing of it stays set; those that have been imported before are as they are."""
     with _IMPORTING.held():
-        unset = {name: value for name, value in NO_TELEMETRY.items() if name not in os.environ}
         modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]  # None: not to be imported
-        sender = modules.get(SENDER)
-        os.environ.update(unset)
-        modules[SENDER] = None
-        try:
-            yield
-        finally:
+        unset = [name for name in NO_TELEMETRY if name not in os.environ]
+        blocked, sender = SENDER in modules and modules[SENDER] is None, modules.get(SENDER)
+
+        def undo() -> None:
             for name in unset:
                 os.environ.pop(name, None)
-            del modules[SENDER]
-            if sender is not None:
-                modules[SENDER] = sender
+            if not blocked:
+                modules.pop(SENDER, None)
+                modules.update({} if sender is None else {SENDER: sender})
+
+        _UNDO.append(undo)
+        try:
+            os.environ.update({name: NO_TELEMETRY[name] for name in unset})
+            modules[SENDER] = None
+            yield
+        finally:
+            _UNDO.remove(undo)
+            undo()
+
+
+@forks.in_child
+def _undo_all() -> None:
+    """The thread that has begun a block is not there to end it."""
+    while _UNDO:
+        _UNDO.pop()()

@@ -167,5 +167,5 @@ def test_optimize_tells_what_compiled_calls_do_not_change(watched, always_faster
     told = [str(item.message) for item in recwarn if "compiled calls" in str(item.message)]
     assert told == watched * [
         "tsopt: Logs: compiled calls do not change its attribute 'calls' and a dict that it holds and a list outside "
-        "of it, which each call of the model itself does"
+        "of it, which each call of the model itself does: call the model itself where that matters"
     ]

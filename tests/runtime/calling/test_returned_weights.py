@@ -136,7 +136,46 @@ def test_in_a_bundle_they_are_copies(tmp_path):
     wanted = Quantizer().eval()(X)
     for _ in range(2):
         found = loaded(X)
+        torch.testing.assert_close([*found], [reference.detach() for reference in wanted])
         with torch.no_grad():
-            for value, reference in zip(found, wanted, strict=True):
-                torch.testing.assert_close(value, reference.detach())
+            for value in found:
                 value.fill_(7)
+
+
+class Twice(nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.layer, self.parts = nn.Linear(4, 4), parts
+
+    def forward(self, x):
+        return self.layer(x), *(part(self.layer.weight) for part in self.parts)
+
+
+@pytest.mark.parametrize("bundled", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (lambda weight: weight, lambda weight: weight.t()),
+        (lambda weight: weight[0], lambda weight: weight),
+        (lambda weight: weight[:3], lambda weight: weight[1:]),
+    ],
+    ids=["whole and turned", "row and whole", "overlapping"],
+)
+def test_copies_of_one_weight_share_memory_as_the_results_of_eager_do(parts, bundled, tmp_path):
+    model = Twice(*parts).eval()
+    executable = tsopt.compile(tsopt.capture(model, X), "torchscript")
+    if bundled:
+        fast = tsopt.optimize(model, X, **QUICK)
+        fast.executable = executable
+        executable = tsopt.load(fast.save(tmp_path / "m.tsopt"), trust=True)
+    before = model.layer.weight.detach().clone()
+    for _ in range(2):
+        _, first, second = executable(X)
+        wanted = [part(before).clone() for part in parts]
+        torch.testing.assert_close([first, second], wanted)
+        held = before.clone()
+        with torch.no_grad():
+            parts[0](held).fill_(7)
+            first.fill_(7)
+        torch.testing.assert_close(second, parts[1](held))
+    torch.testing.assert_close(model.layer.weight.detach(), before)

@@ -5,7 +5,7 @@ In eager, a write to such a result is visible in what it aliases; an engine retu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +144,30 @@ class View:
         if len(strides) != len(base.shape) or 0 in own.shape:
             return False
         return self._lies_in(base.shape, strides)
+
+
+def of_copies(views: Sequence[View | None], shared: Container[int] = ()) -> list[View | None]:
+    """What results are views of where weights are copies: of each other, if they are one weight or parts of it.
+
+    Args:
+        shared: weights that are the model's own all the same.
+    """
+    made = [None if view is not None and view.kind == WEIGHT and view.of not in shared else view for view in views]
+    groups: dict[int, list[tuple[int, View]]] = {}
+    for position, view in enumerate(views):
+        if view is not None and made[position] is None:
+            groups.setdefault(view.of, []).append((position, view))
+    for group in groups.values():
+        whole = next((position for position, view in group if view.shape is None), None)
+        if whole is not None:
+            for position, view in group:
+                made[position] = None if position == whole else replace(view, kind=OUTPUT, of=whole, detached=False)
+        elif len(group) > 1 and all(view.places is None and not view.where for _, view in group):
+            parts = [(i, view.shape or (), view.stride or (), view.offset or 0) for i, view in group]
+            size = max(offset + last_place(shape, stride) for _, shape, stride, offset in parts) + 1
+            for position, shape, stride, offset in parts:
+                made[position] = View(JOINT, group[0][0], (size,), shape, stride, offset)
+    return made
 
 
 def _places_from(data: Any, rank: int) -> Places:

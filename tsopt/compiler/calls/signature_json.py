@@ -9,7 +9,7 @@ from tsopt.compiler.calls import structure_json
 from tsopt.compiler.calls.conditions import MOST, MOST_SIZES, Condition, function_of, plain
 from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
-from tsopt.compiler.calls.result_views import INPUT, JOINT, WEIGHT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, View, of_copies
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim, Input, Output, Signature, dim_of
 from tsopt.compiler.calls.types import SHORT, TensorType
 from tsopt.compiler.capture.question import Question
@@ -20,6 +20,9 @@ DEFAULT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # those that tor
 
 
 def to_json(signature: Signature) -> dict[str, Any]:
+    """What a file says of it. The weights that a bundle returns are copies: it has no model to share them with."""
+    written = [item for item in signature.outputs if item.writes]
+    views = [*(item.view for item in written), *of_copies([item.view for item in signature.returned])]
     return {
         "inputs": [
             {"name": i.name, "type": _type_json(i), "state": i.state}
@@ -28,10 +31,9 @@ def to_json(signature: Signature) -> dict[str, Any]:
         ],
         "outputs": [
             {"name": o.name, "type": _type_json(o), "writes": o.writes}
-            # The weights that a bundle returns are copies: there is no model that they could be shared with.
-            | ({"view": o.view.to_json()} if o.view is not None and o.view.kind != WEIGHT else {})
+            | ({"view": view.to_json()} if view is not None else {})
             | ({"lasting": True} if o.lasting else {})
-            for o in signature.outputs
+            for o, view in zip(signature.outputs, views, strict=True)
         ],
         "outer": structure_json.to_json(signature.outer),
         "result": structure_json.to_json(signature.result),

@@ -36,7 +36,7 @@ from tsopt.compiler.capture.refusals import (
     check_result,
     check_training,
 )
-from tsopt.compiler.capture.replaced_tensors import none_replaced
+from tsopt.compiler.capture.replaced_tensors import check_replaced, noted
 from tsopt.compiler.capture.scripted import Scripted, is_scripted
 from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.capture.shadow_check import answers_alike
@@ -280,7 +280,11 @@ class _Flat(nn.Module):
     """Flat tensors in and out around the user's model, so that no nesting ever reaches torch.export."""
 
     def __init__(
-        self, model: Callable[..., Any], outer: Structure, held: Container[int], record: Callable[[Outcome], None]
+        self,
+        model: Callable[..., Any],
+        outer: Structure,
+        held: Container[int],
+        record: Callable[[Outcome, list[str]], None],
     ) -> None:
         super().__init__()
         self.model = _called_forward(model) if isinstance(model, FunctionType) else model
@@ -289,10 +293,10 @@ class _Flat(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.outer, leaves)
-        with none_replaced(self.model):
+        with noted(self.model) as replaced:
             values, result, effects = outcome_of(self.model, args, kwargs, self.held)
         parts = (replace(effect, parts=with_sizes(effect.parts, self.outer, leaves)) for effect in effects)
-        self.record((with_sizes(result, self.outer, leaves), tuple(parts)))
+        self.record((with_sizes(result, self.outer, leaves), tuple(parts)), replaced)
         return tuple(values)
 
 
@@ -318,6 +322,12 @@ def _capture(
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     outcomes: list[Outcome] = []
+    replaced: list[str] = []
+
+    def record(outcome: Outcome, names: list[str]) -> None:
+        outcomes.append(outcome)
+        replaced[:] = names
+
     held = held_by(model)
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
@@ -326,12 +336,14 @@ def _capture(
             called = strictly(model, example, fixed=wanted is None)
         elif reader == "torchscript":
             called = Scripted(by_torchscript(model))
-        flat: nn.Module = _Flat(called, outer, held, lambda outcome: outcomes.append(outcome))
+        flat: nn.Module = _Flat(called, outer, held, record)
         flat.training = False
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
         traced = _exported(flat, inputs, shapes)
         exported = functional(traced)
+        if replaced:
+            check_replaced(model, example)
     except GraphBreakError as error:
         raise (None if runs else failure_of_the_model(model, example, error)) or error from error
     except Exception as error:

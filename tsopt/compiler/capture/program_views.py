@@ -72,7 +72,7 @@ def with_views(
 
 
 def _of_program(view: View, asked: Asked, program: Program, held: list[torch.Tensor]) -> View:
-    """A view by the positions of a program, or of the weights in `held`, which gets one more."""
+    """A view by the positions of a program, or of the weights in `held`, which gets those that it has not."""
     users = len(program.signature.user_inputs)
     if view.kind != INPUT or view.of < users:
         return view
@@ -80,8 +80,9 @@ def _of_program(view: View, asked: Asked, program: Program, held: list[torch.Ten
     written = {id(program.state[item.name]): users + i for i, item in enumerate(program.signature.state_inputs)}
     if id(tensor) in written:
         return replace(view, of=written[id(tensor)])
-    held.append(tensor)
-    return replace(view, kind=WEIGHT, of=len(held) - 1)
+    known = next((i for i, other in enumerate(held) if other is tensor), len(held))
+    held += [tensor] if known == len(held) else []
+    return replace(view, kind=WEIGHT, of=known)
 
 
 def _for_many_sizes(

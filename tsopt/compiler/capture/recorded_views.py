@@ -86,6 +86,8 @@ def _span(tensors: Sequence[Any]) -> tuple[int, int]:
 
 
 def _part(result: torch.Tensor, bases: Sequence[Any], kind: str) -> View | None:
+    if result.layout != torch.strided or result.is_nested:
+        return None
     for position, base in enumerate(bases):
         if base is None or _kind(base) != _kind(result) or not result.numel():
             continue

@@ -20,7 +20,7 @@ from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.infer import fake_call, fakes
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.tensor_life import let_go
+from tsopt.compiler.tensor_life import letting_go
 from tsopt.errors import CaptureError, summary_of
 
 Sizes = Mapping[str, int]
@@ -60,7 +60,7 @@ def evaluate(program: Program, sizes: Sizes) -> dict[fx.Node, Any]:
     mode = FakeTensorMode()
     inputs = iter(program.signature.inputs)
     values: dict[fx.Node, Any] = {}
-    with fakes(mode):
+    with letting_go(mode), fakes(mode):
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 kind = type_at(next(inputs), sizes)
@@ -71,7 +71,6 @@ def evaluate(program: Program, sizes: Sizes) -> dict[fx.Node, Any]:
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
                 values[node] = fake_call(node.target, args, kwargs)
-    let_go(mode)
     return values
 
 

@@ -78,7 +78,8 @@ def tell_of_effects(rehearsal: Rehearsal, captured: Program, example: Example) -
         return
     outside, inside, _ = effects_of(rehearsal.model, example, captured.state.values())
     if outside or inside:
-        warn(f"tsopt: {captured.name}: {not_changed(inside, outside)}", UserWarning)
+        fix = "call the model itself where that matters"
+        warn(f"tsopt: {captured.name}: {not_changed(inside, outside)}: {fix}", UserWarning)
 
 
 def why_eager(outside: list[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.memory import overlap
-from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, WEIGHT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, WEIGHT, View, of_copies
 from tsopt.compiler.calls.signature import Dim, Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
@@ -138,10 +138,15 @@ class Executable:
         return printable(f"<tsopt.Executable {self.model or 'model'}({inputs}{dims}) on {self.backend}>")
 
     def hold(self, weights: Iterable[Any]) -> None:
-        """From now on, results that are weights of the model or views of them are just that; without any, copies."""
+        """From now on, results that are these weights of the model or views of them are just that; others are copies.
+
+        Args:
+            weights: in the order in which views count them; None for one that is not known here.
+        """
         self.held = tuple(weights)
         returned = self.signature.returned if sys.modules.get("torch") is not None else ()
-        views = [(i, o.view) for i, o in enumerate(returned) if o.view and (self.held or o.view.kind != WEIGHT)]
+        known = [number for number, weight in enumerate(self.held) if weight is not None]
+        views = [(i, view) for i, view in enumerate(of_copies([item.view for item in returned], known)) if view]
         # Views of results behind those of inputs: what they are views of is settled then.
         self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
         self._parts_by_size = any(view.places is not None or view.where for _, view in self._views)

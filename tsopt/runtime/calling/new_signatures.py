@@ -38,7 +38,7 @@ MAX_FAILURES = 2  # of captures for several sizes, for calls that differ only in
 AFTER_A_CONDITION = 3  # times as many calls of a hybrid are served by the model where sizes decide what it does
 STREAK, FIRST_PAUSE, LONGEST_PAUSE = 64, 16, 1024  # calls: see `NewSignatures.skips`
 # Captures of a hybrid for one size: this many at first; then at most this share of the time, or signatures called this
-# often. Likewise those for calls of the same kinds of tensors, which differ in sizes or constants.
+# often. Likewise those for calls of the same kinds of tensors, which differ in constants.
 FREE_CAPTURES, SHARE, OFTEN = 4, 0.02, 50
 MAX_COUNTED = 256  # signatures whose calls are counted
 MANY_FORMS = 8  # of calls with the same kinds of tensors: their constants differ from call to call
@@ -87,8 +87,8 @@ class NewSignatures:
         self.after_eager: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         self._captures = 0
         self._counts: dict[CallKey, int] = {}
-        # By the kinds of the tensors of a call: captures for one size, and calls that were the first of their form.
-        self._of_kinds: dict[Any, int] = {}
+        # By the kinds of the tensors of a call: forms that were captured for one size, and how often a form was new.
+        self._of_kinds: dict[Any, set[Any]] = {}
         self._firsts: dict[Any, int] = {}
         self.seconds, self._since = 0.0, time.monotonic()
         self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
@@ -221,13 +221,14 @@ class NewSignatures:
             seen.calls = 0
             return self._eager
         # A name or a temperature may be another one in each call: the model serves such calls, unless they come again.
-        is_one_of_many = self._of_kinds.get(kinds, 0) >= FREE_CAPTURES
+        forms = self._of_kinds.setdefault(kinds, set())
+        is_one_of_many = len(forms - {form_of(key)}) >= FREE_CAPTURES
         if (self._warmup or is_one_of_many) and not self._pays(key, seen):
             if is_one_of_many:
                 self._note_others(key, signature)
             return self._eager
         self._captures += not tried
-        self._of_kinds[kinds] = self._of_kinds.get(kinds, 0) + 1
+        forms.add(form_of(key))
         one, by_layout = self._for_one_size(example, signature)
         self.kept.keep(key, one, by_layout=by_layout and not plain(key))
         return one

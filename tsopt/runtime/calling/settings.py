@@ -10,6 +10,7 @@ import torch
 
 # Queries whose answer depends on how code is called, not on its arguments.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
+PRECISIONS = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn)
 # Settings of torch that code may query, by the name that it needs for that.
 QUERIES: dict[str, Callable[[], object]] = {
     "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
@@ -17,6 +18,7 @@ QUERIES: dict[str, Callable[[], object]] = {
     "get_deterministic_debug_mode": torch.get_deterministic_debug_mode,
     "fill_uninitialized_memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "fp32_precision": lambda: [getattr(place, "fp32_precision", None) for place in PRECISIONS],
     "allow_tf32": lambda: (torch._C._get_cublas_allow_tf32(), torch._C._get_cudnn_allow_tf32()),
     "flash_sdp_enabled": torch.backends.cuda.flash_sdp_enabled,
     "mem_efficient_sdp_enabled": torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -56,7 +58,7 @@ class Settings:
         """Takes the names that a model reads: most models query no modes and behave the same in each."""
         self._asked = any(name in names for name in MODES)
         self._queries = [query for name, query in QUERIES.items() if name in names]
-        self._answers = [query() for query in self._queries]
+        self._answers = [*map(_answer, self._queries)]
 
     def was_renumbered(self) -> bool:
         """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each.
@@ -76,9 +78,17 @@ class Settings:
             return "the default device has changed since it was compiled"
         if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
             return "it queries the grad mode, which has changed since it was compiled"
-        if self._queries and [query() for query in self._queries] != self._answers:
+        if self._queries and [*map(_answer, self._queries)] != self._answers:
             return "it queries a setting of torch, which has changed since it was compiled"
         return ""
+
+
+def _answer(query: Callable[[], object]) -> object:
+    """What it answers; of settings that exclude each other, torch answers one with an error."""
+    try:
+        return query()
+    except RuntimeError as error:
+        return str(error)
 
 
 def _default_device() -> torch.device | None:
