@@ -81,7 +81,7 @@ def in_a_global(x):
 
 
 def state():
-    held = [*SEEN, *TABLES["seen"], *NAMED.items(), *QUEUE, *LATEST.values(), *RECORDER.seen]
+    held = [*SEEN, *TABLES["seen"], *NAMED.values(), *QUEUE, *LATEST.values(), *RECORDER.seen]
     return [*map(id, held)], id(RECORDER.last), RECORDER.calls, Recorder.count, id(LAST), [*TABLES], [*LATEST]
 
 

@@ -146,9 +146,9 @@ def _memory(tensor: torch.Tensor) -> int:
 def _held_by(model: Any) -> list[torch.Tensor]:
     """The tensors of a model, each once; those in lists and dicts among its attributes as well."""
     tables = (table for m in modules_of(model) for table in (m._parameters, m._buffers, m.__dict__))
-    values = [value for table in tables for value in table.values()]
-    values += [inner for value in values if isinstance(value, dict) for inner in dict.values(value)]
-    values += [inner for value in values if isinstance(value, (list, tuple)) for inner in elements_of(value)]
+    values: list[Any] = [value for table in tables for value in table.values()]
+    values += [inner for value in values if issubclass(type(value), dict) for inner in dict.values(value)]
+    values += [inner for value in values if issubclass(type(value), (list, tuple)) for inner in elements_of(value)]
     return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
 
 

@@ -80,12 +80,9 @@ class OnnxRuntimeBackend:
         found = [*refusals(program, "ONNX Runtime", ("cpu", "cuda")), *of_onnx_runtime(program, threads)]
         found = found or list(self._examined(program).refused)
         if _is_on_gpu(program.signature):
-            with without_telemetry():
-                import onnxruntime as ort
+            from tsopt.runtime.onnx.ort_cuda import available_providers, refusals_on_gpu
 
-            from tsopt.runtime.onnx.ort_cuda import refusals_on_gpu
-
-            found += refusals_on_gpu(program, ort.get_available_providers())
+            found += refusals_on_gpu(program, available_providers())
         elif self.cuda_graph:
             found.append(Unsupported("", "the model is on the CPU; a CUDA graph needs it on a GPU"))
         return found
@@ -308,8 +305,9 @@ def open_session(
         )
     try:
         is_stable = _version(ort.__version__) >= STABLE_SINCE
-        without = [*(() if is_stable else UNSTABLE_FUSIONS), *(ROUNDING if options.get(FLOAT64) else ())] or None
-        session = ort.InferenceSession(model, wanted, providers=list(providers), disabled_optimizers=without)
+        without = [*(() if is_stable else UNSTABLE_FUSIONS), *(ROUNDING if options.get(FLOAT64) else ())]
+        more = {"disabled_optimizers": without} if without else {}
+        session = ort.InferenceSession(model, wanted, providers=list(providers), **more)
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise _failed("ONNX Runtime rejects the exported model", error) from error
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone

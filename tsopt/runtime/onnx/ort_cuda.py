@@ -32,6 +32,15 @@ STAGED = {"ScatterND": 0, "NonMaxSuppression": 0, "LSTM": 0, "GRU": 0, "RNN": 0,
 TO_INSTALL = "this ONNX Runtime is a CPU build: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
 
 
+def available_providers() -> Sequence[str]:
+    """The execution providers of the build that is installed."""
+    with without_telemetry():
+        import onnxruntime as ort
+
+    providers: Sequence[str] = ort.get_available_providers()
+    return providers
+
+
 def refusals_on_gpu(program: Program, available: Sequence[str]) -> list[Unsupported]:
     """Why a program whose tensors are on a GPU cannot be run there, by a runtime that is built with these providers."""
     on_gpu = [(name, device) for name, device in program.signature.devices if device.startswith("cuda")]
