@@ -297,7 +297,7 @@ class InBackground:
                 executable = self._checked(job, state, job.made(answer.signature, running.key[0]), apart)
                 executable.draws = answer.draws
                 held = named_tensors(self.model)
-                executable.hold(None if name is None else held[name] for name in answer.held)
+                executable.share(None if name is None else held[name] for name in answer.returned)
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding

@@ -48,14 +48,14 @@ class Answer:
 
     Attributes:
         written: the model's names for the state of the program, in its order.
-        held: its names for the weights that are returned; None for an attribute that is no buffer.
+        returned: its names for the weights that are returned; None for an attribute that is no buffer.
         signature: of the winner, which is in a bundle next to the answer; None if eager won.
         draws: whether calls of the model may draw random numbers.
     """
 
     report: Report
     written: tuple[str, ...] = ()
-    held: tuple[str | None, ...] = ()
+    returned: tuple[str | None, ...] = ()
     signature: Signature | None = None
     draws: bool = True
 

@@ -61,8 +61,8 @@ def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answ
     # The nesting goes into the answer: bundles hold no objects.
     flat = executable.called_as(executable.signature.flat())
     save(flat, directory / BUNDLE, model, fast.example, fast.report)
-    held = tuple(names.get(id(tensor)) for tensor in executable.held)
-    return Answer(fast.report, written, held, executable.signature, may_draw(executable))
+    returned = tuple(names.get(id(tensor)) for tensor in executable.returned_weights)
+    return Answer(fast.report, written, returned, executable.signature, may_draw(executable))
 
 
 def _end_with_the_caller(directory: Path) -> None:

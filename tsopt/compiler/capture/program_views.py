@@ -51,7 +51,7 @@ def with_views(
     returned = [at for item, at in zip(signature.outputs, known, strict=True) if not item.writes] if known else []
     sizes = sizes_in(signature, example) if returned else {}
     views: list[View | None] = []
-    held: list[torch.Tensor] = []  # weights that are returned
+    returned_weights: list[torch.Tensor] = []
     for number, view in enumerate(asked.views):
         made = view
         if view is not None and view.shape is not None and signature.dims:
@@ -59,20 +59,21 @@ def with_views(
             made = _for_many_sizes(view, at, sizes, signature.returned[number].type.shape, traced_sizes(signature))
             there = traced.views[number] if len(traced.views) == len(asked.views) else None
             made = made if made is not None and replace(made, places=None) == there else None
-        views.append(None if made is None else _of_program(made, asked, program, held))
+        views.append(None if made is None else _of_program(made, asked, program, returned_weights))
     one = None if wanted is None else _at_one(program, model, asked, example, wanted)
     if one is not None and len(one[0].views) == len(traced.views) == len(views):
         for number, (there, view) in enumerate(zip(traced.views, one[0].views, strict=True)):
-            made = None if view is None or there is not None else _of_program(view, one[0], program, held)
+            made = None if view is None or there is not None else _of_program(view, one[0], program, returned_weights)
             if made is not None and made.kind != JOINT:
                 views[number] = replace(made, where=tuple(one[1].items()))
     found = iter(views)
     outputs = [item if item.writes else replace(item, view=next(found)) for item in signature.outputs]
-    return replace(program, signature=replace(signature, outputs=tuple(outputs)), held=tuple(held))
+    signature = replace(signature, outputs=tuple(outputs))
+    return replace(program, signature=signature, returned_weights=tuple(returned_weights))
 
 
-def _of_program(view: View, asked: Asked, program: Program, held: list[torch.Tensor]) -> View:
-    """A view by the positions of a program, or of the weights in `held`, which gets those that it has not."""
+def _of_program(view: View, asked: Asked, program: Program, weights: list[torch.Tensor]) -> View:
+    """A view by the positions of a program, or of returned weights, to which it adds what is not among them."""
     users = len(program.signature.user_inputs)
     if view.kind != INPUT or view.of < users:
         return view
@@ -80,8 +81,8 @@ def _of_program(view: View, asked: Asked, program: Program, held: list[torch.Ten
     written = {id(program.state[item.name]): users + i for i, item in enumerate(program.signature.state_inputs)}
     if id(tensor) in written:
         return replace(view, of=written[id(tensor)])
-    known = next((i for i, other in enumerate(held) if other is tensor), len(held))
-    held += [tensor] if known == len(held) else []
+    known = next((i for i, other in enumerate(weights) if other is tensor), len(weights))
+    weights += [tensor] if known == len(weights) else []
     return replace(view, kind=WEIGHT, of=known)
 
 

@@ -116,7 +116,7 @@ class Shadow:
             program,
             weights={name: self._tensor(weight) for name, weight in program.weights.items()},
             state={name: self._tensor(tensor) for name, tensor in program.state.items()},
-            held=tuple(map(self._tensor, program.held)),
+            returned_weights=tuple(map(self._tensor, program.returned_weights)),
             signature=replace(signature, result=self._linked(signature.result), effects=effects),
         )
 

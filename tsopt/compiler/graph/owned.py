@@ -22,7 +22,7 @@ def owned(program: Program) -> Program:
     State, which calls write to the user's model, stays the user's.
     """
     live = {_place(tensor) for tensor in program.state.values() if _is_dense(tensor)}
-    return replace(program, weights=copies(program.weights, live), held=())
+    return replace(program, weights=copies(program.weights, live), returned_weights=())
 
 
 def copies(weights: Mapping[str, torch.Tensor], live: Container[int] = ()) -> dict[str, torch.Tensor]:

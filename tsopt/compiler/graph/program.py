@@ -50,7 +50,7 @@ class Program:
         frontend: how the model was captured, and why, if not by torch.export.
         weights_file: the safetensors file that the weights are mapped from, if nothing writes to it; engines may map
             it as well.
-        held: the user's weights that a result is, or is a view of; files do not have them.
+        returned_weights: tensors of the user's model that a result is, or is a view of; files do not have them.
     """
 
     graph: fx.Graph
@@ -61,7 +61,7 @@ class Program:
     name: str = "program"
     frontend: str = ""
     weights_file: Path | None = None
-    held: tuple[torch.Tensor, ...] = ()
+    returned_weights: tuple[torch.Tensor, ...] = ()
 
     def copy(self) -> Program:
         """A copy to edit: a separate graph with the same weights."""

@@ -203,7 +203,7 @@ def _executable(
     with apart(), protected(None):
         found = how(with_lasting(program.copy()))
     found.model = program.name
-    found.hold(program.held)
+    found.share(program.returned_weights)
     found.place = f"{type(made).__module__}:{type(made).__qualname__}"
     if isinstance(candidate, Candidate):
         found.precision = candidate.precision

@@ -97,7 +97,7 @@ class Executable:
         self._targets = [positions[str(item.writes)] for item in signature.writes]
         self._unbind: Unbind = self._unbind_at_first
         self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
-        self.hold(())
+        self.share(())
         self._runs(run)
         forks.tell(self)
 
@@ -129,7 +129,7 @@ class Executable:
             model=self.model,
         )
         made.limits, made.draws = self.limits, self.draws
-        made.hold(self.held)
+        made.share(self.returned_weights)
         return made
 
     def __repr__(self) -> str:
@@ -137,15 +137,15 @@ class Executable:
         dims = f"; {', '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
         return printable(f"<tsopt.Executable {self.model or 'model'}({inputs}{dims}) on {self.backend}>")
 
-    def hold(self, weights: Iterable[Any]) -> None:
+    def share(self, weights: Iterable[Any]) -> None:
         """From now on, results that are these weights of the model or views of them are just that; others are copies.
 
         Args:
             weights: in the order in which views count them; None for one that is not known here.
         """
-        self.held = tuple(weights)
+        self.returned_weights = tuple(weights)
         returned = self.signature.returned if sys.modules.get("torch") is not None else ()
-        known = [number for number, weight in enumerate(self.held) if weight is not None]
+        known = [number for number, weight in enumerate(self.returned_weights) if weight is not None]
         views = [(i, view) for i, view in enumerate(of_copies([item.view for item in returned], known)) if view]
         # Views of results behind those of inputs: what they are views of is settled then.
         self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
@@ -265,7 +265,7 @@ class Executable:
                 memory = joint[view.of] = value.new_empty(view.layout) if memory is None else memory
                 made[position] = view.moved(memory, value)
             else:
-                bases = inputs if view.kind == INPUT else self.held if view.kind == WEIGHT else made
+                bases = inputs if view.kind == INPUT else self.returned_weights if view.kind == WEIGHT else made
                 found = view.within(bases[view.of], value)
                 made[position] = value.clone() if found is value and view.kind == WEIGHT else found
         return made

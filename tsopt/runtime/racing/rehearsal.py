@@ -35,13 +35,14 @@ class Rehearsal:
     def program(self, program: Program) -> Program:
         """A program of the model as one of the shadow, or the other way round: it writes what is called here."""
         state = {name: self.twin(tensor) for name, tensor in program.state.items()}
-        return replace(program, state=state, held=tuple(map(self.twin, program.held)))
+        weights = tuple(map(self.twin, program.returned_weights))
+        return replace(program, state=state, returned_weights=weights)
 
     def ended(self, executable: Executable | None) -> Executable | None:
         """The winner, which from now on writes and returns what the model holds."""
         if executable is not None:
             executable.state[:] = map(self.twin, executable.state)
-            executable.hold(map(self.twin, executable.held))
+            executable.share(map(self.twin, executable.returned_weights))
         return executable
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
