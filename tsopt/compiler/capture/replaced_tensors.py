@@ -44,14 +44,15 @@ def check_replaced(model: Callable[..., Any], example: Example) -> None:
     Raises:
         GraphBreakError: it is one.
     """
+    names: list[str] = []
     with protected(model), contextlib.suppress(Exception):  # one that fails here is explained by who calls it next
         for _ in range(2):
             before = _tables(model)
             args, kwargs = unflatten_clones(example)
             outcome_of(model, args, kwargs)
         names = _replaced(before)
-        if not names:
-            return
+    if not names:
+        return
     raise GraphBreakError(
         f"the model replaces {names[0]!r}, one of its own tensors, while it runs",
         why=WHY,
