@@ -8,7 +8,8 @@ from torch import nn
 
 from tests.compiler.helpers import Net
 from tsopt.compiler.capture.capture import capture
-from tsopt.compiler.protect import is_small_state, is_untouched, protected
+from tsopt.compiler.protect import is_untouched, protected
+from tsopt.compiler.small_state import is_small_state
 from tsopt.errors import CaptureError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import PurePath
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.calls.snapshot import dict_class, elements_of, items_of
+from tsopt.compiler.small_state import Values
 
 CONTAINERS = (dict, list, set, deque)  # and subclasses, which may override any method: those of these are called
 MOST = 2048  # values below the first ones that are looked at: what lies deeper belongs to more than the model
@@ -37,11 +38,12 @@ LEAVES: tuple[Any, ...] = (
     type,
     *weakref.ProxyTypes,
 )
+VALUES = (torch.Tensor, np.ndarray)
 HEAP_TYPE = 1 << 9  # flag of classes that are made in Python
 
 
 class Contents:
-    """What is held by values, and by what these hold, however deep; modules and tensors are left out.
+    """What is held by values, and by what these hold, however deep; modules and large tensors are left out.
 
     Args:
         values: where to begin.
@@ -51,6 +53,7 @@ class Contents:
     def __init__(self, values: Iterable[Any], of_process: Iterable[int] = ()) -> None:
         self._held: list[tuple[Any, Any, bool]] = []  # with whether it belongs to an object
         self._states: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
+        self._values = Values()
         known = {*of_process, *process_wide()}
         seen: set[int] = set()
         todo = deque((value, False) for value in values)
@@ -58,9 +61,13 @@ class Contents:
         while todo and len(seen) < end:
             value, of_object = todo.popleft()
             kind = type(value)  # no proxy is asked what it stands for
-            if id(value) in seen or issubclass(kind, LEAVES):
+            is_value = issubclass(kind, VALUES)
+            if id(value) in seen or (issubclass(kind, LEAVES) and not is_value):
                 continue
             seen.add(id(value))
+            if is_value:
+                self._values.add(value)
+                continue
             if issubclass(kind, CONTAINERS):
                 if id(value) in known:
                     continue
@@ -80,7 +87,12 @@ class Contents:
     def are_same(self) -> bool:
         """Whether nothing has changed."""
         held = all(_same(held, content) for held, content, _ in self._held)
-        return held and all(same_state(now(), state) for _, now, state in self._states)
+        same = held and all(same_state(now(), state) for _, now, state in self._states)
+        return same and self._values.are_same()
+
+    def put_back_values(self) -> None:
+        """Restores small tensors and arrays alone."""
+        self._values.put_back()
 
     def put_back(self, *, but: Iterable[int] = (), only_tensors: Literal["objects", "all", ""] = "") -> bool:
         """Restores what has changed, and touches nothing else: other threads may be looking.
@@ -101,12 +113,14 @@ class Contents:
             if not same_state(state_now(), state):
                 set_state(state)
                 changed = True
-        return changed
+        return (not only_tensors and self._values.put_back()) or changed
 
 
 def is_plain(value: Any) -> bool:
     """Whether it is an object of a class made in Python, and not of a library's: locks and queues must not go back."""
     cls = type(value)
+    if cls is SimpleNamespace:
+        return True
     has_namespace = bool(cls.__flags__ & HEAP_TYPE) and bool(cls.__dictoffset__)
     return has_namespace and not is_library(cls.__module__) and type(vars(value)) is dict
 

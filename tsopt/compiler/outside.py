@@ -54,6 +54,11 @@ class Outside:
                 changed = True
         return self._contents.put_back(only_tensors="all" if self._among_threads else "") or changed
 
+    def put_back_values(self) -> None:
+        """Restores what small tensors and arrays held, where no other thread may have written to them."""
+        if not self._among_threads and not others_run():
+            self._contents.put_back_values()
+
     def _is_ours(self, before: Any, now: Any) -> bool:
         return now is not before and (not self._among_threads or holds_tensor(now))
 

@@ -24,12 +24,8 @@ from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.quiet import unwarned
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
+from tsopt.compiler.small_state import has_values, is_small_state
 from tsopt.compiler.tensor_bytes import bytes_in
-
-LARGEST = 1 << 24  # bytes of a tensor in a plain attribute, a list or a closure that may be state
-USUAL = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}) | frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
 
 
 @contextmanager
@@ -59,13 +55,13 @@ def protected(
     modules, written, of_function = _modules_reached(model), list(written), _is_function(model)
     among_threads = among_threads or (of_function and others_run())
     attributes = Attributes(modules)
-    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
-    parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
+    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and has_values(t)]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None and has_values(p)]
     tables = _tables_with(written if among_threads else (), modules)
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
     plain = [t for m in modules for t in vars(m).values() if is_small_state(t)]
     known = written if among_threads else (*buffers, *plain, *written)
-    values = [(t, t.detach().clone()) for t in {id(t): t for t in known}.values() if _has_values(t)]
+    values = [(t, t.detach().clone()) for t in {id(t): t for t in known}.values() if has_values(t)]
     mine = {id(tensor) for tensor in written}
     random_state = RandomState.now()
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
@@ -230,29 +226,9 @@ def _directory() -> str:
         return ""
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-    return not lazy and tensor.layout == torch.strided and tensor.device.type != "meta"
-
-
-def is_small_state(value: object) -> bool:
-    """Whether a value is a tensor that a call might use as state without registering it as a buffer.
-
-    Large tensors are taken for weights. Unusual ones, such as quantized tensors, cannot be compared or restored byte by
-    byte.
-    """
-    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        return False
-    tensor: Any = value
-    if not _has_values(tensor) or tensor.is_quantized or tensor.is_nested or tensor.dtype not in USUAL:
-        return False
-    fits = 0 < tensor.nbytes <= min(LARGEST, tensor.untyped_storage().nbytes())
-    return fits and all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = a.dtype == b.dtype and a.layout == b.layout and a.shape == b.shape
-    return kind and (not _has_values(a) or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()))
+    return kind and (not has_values(a) or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -274,8 +250,9 @@ class Attributes:
         self._of = [(module, dict(module.__dict__)) for module in modules]
         self._scripts = ScriptState(modules)
         self._in_slots = [(module, in_slots(module)) for module, _ in self._of if slot_names(type(module))]
-        held = (attributes.values() for _, attributes in (*self._of, *self._in_slots))
-        self._contents = Contents(chain.from_iterable(held))
+        held = chain.from_iterable(attributes.values() for _, attributes in (*self._of, *self._in_slots))
+        # Tensors apart that modules hold themselves, which `protected` puts back.
+        self._contents = Contents(value for value in held if not issubclass(type(value), torch.Tensor))
 
     def put_back(self, *, among_threads: bool = False) -> None:
         """Restores what has changed, and touches nothing else: other threads may be looking.

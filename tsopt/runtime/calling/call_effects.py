@@ -49,6 +49,8 @@ def call_effects(
         complete = True
     if outside or not complete:
         before.put_back()
+    else:
+        before.put_back_values()
     watch.renew(but_writes=knows_state)
     return outside, inside
 

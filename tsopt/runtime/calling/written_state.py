@@ -8,7 +8,8 @@ import torch
 
 from tsopt.compiler.model_reads import reads_of
 from tsopt.compiler.other_threads import others_run
-from tsopt.compiler.protect import is_small_state, modules_of
+from tsopt.compiler.protect import modules_of
+from tsopt.compiler.small_state import is_small_state
 from tsopt.runtime.calling.model_changes import Watch
 
 
