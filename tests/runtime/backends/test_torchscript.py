@@ -129,3 +129,11 @@ def test_on_a_gpu_no_kernels_are_generated():
     for scale in (1, 2, 3):
         torch.testing.assert_close(made(x * scale), model(x * scale))
     assert "TensorExpr" not in str(torch.jit.last_executed_optimized_graph())
+
+
+@pytest.mark.parametrize("part", [lambda y: y[:, :2] * 1, lambda y: y[:, :2] + 0, lambda y: y[:, 1] * 1])
+def test_a_result_that_torch_packs_is_packed(part):
+    x = torch.randn(3, 4)
+    found = tsopt.compile(tsopt.capture(lambda x: part(x.tanh()), x), "torchscript")(x)
+    torch.testing.assert_close(found, part(x.tanh()))
+    assert found.is_contiguous()

@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import tsopt
 from tsopt.compiler.outside import kept_outside
@@ -169,3 +170,11 @@ def test_optimize_tells_what_compiled_calls_do_not_change(watched, always_faster
         "tsopt: Logs: compiled calls do not change its attribute 'calls' and a dict that it holds and a list outside "
         "of it, which each call of the model itself does: call the model itself where that matters"
     ]
+
+
+@pytest.mark.usefixtures("single_threaded")
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_what_is_computed_of_weights_alone_is_no_effect():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5))
+    with torch.no_grad():
+        assert call_effects(model.eval(), Watch(model), tsopt.example(X)) == ([], [])

@@ -175,4 +175,14 @@ def _runner(script: Any, signature: Signature, threads: int | None) -> Runner:
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             return script(*values)
 
-    return torch_runner(script if _device(signature) == "cpu" else unfused, signature, threads)
+    called = script if _device(signature) == "cpu" else unfused
+    dense = [number for number, item in enumerate(signature.outputs) if item.type.contiguous]
+
+    def packed(*values: torch.Tensor) -> list[torch.Tensor]:
+        """It erases `x * 1` and `x + 0`, and returns `x`, which may be a part of a larger tensor."""
+        found = [*called(*values)]
+        for number in dense:
+            found[number] = found[number].contiguous()
+        return found
+
+    return torch_runner(packed if dense else called, signature, threads)

@@ -11,6 +11,7 @@ import torch
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
+from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import Outside, kept_outside
@@ -44,7 +45,9 @@ def call_effects(
     before = Outside(model)
     keeping = protected(model, written=watch.written, among_threads=knows_state and others_run())
     with keeping, contextlib.suppress(Exception):
-        outside, inside = watch.changes_of(partial(_call_once, model, example), partial(kept_outside, model))
+        outside, inside = watch.changes_of(
+            partial(_call_once, model, example), partial(kept_outside, model), _other_call(model, example)
+        )
         watch.leave_out_changes()
         complete = True
     if outside or not complete:
@@ -105,6 +108,15 @@ def _changes_nothing(apart: StandIn, written: list[torch.Tensor], example: Examp
     with kept_outside(apart.reads), protected(None), contextlib.suppress(Exception):
         return not any(watch.changes_of(call, kept))
     return False
+
+
+def _other_call(model: Callable[..., Any], example: Example) -> Callable[[], None] | None:
+    """A call with other values in all of its tensors; None where some are indices or masks, and not any will do."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    if not leaves or not all(leaf.is_floating_point() for leaf in leaves):
+        return None
+    args, kwargs = unflatten(structure, [leaf.detach() / 2 for leaf in leaves])
+    return partial(_call_once, model, Example(args, kwargs))
 
 
 def _call_once(model: Callable[..., Any], example: Example) -> None:

@@ -23,7 +23,7 @@ from tsopt.compiler.model_reads import LEAVES, TABLES, Reads, content_of, reads_
 from tsopt.compiler.places import ABSENT
 from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
-from tsopt.runtime.calling.alike import Kept, alike, all_alike, resembles
+from tsopt.runtime.calling.alike import Kept, alike, all_alike, differ, resembles
 from tsopt.runtime.calling.reading import kind_of, values_of
 from tsopt.runtime.calling.tensor_marks import TensorMarks
 from tsopt.runtime.calling.watched_places import OWN, WatchedPlaces, bytes_of
@@ -165,7 +165,10 @@ class Watch:
         return training_of(self.modules) != self._flags
 
     def changes_of(
-        self, call: Callable[[], object], kept: Callable[[], AbstractContextManager[None]]
+        self,
+        call: Callable[[], object],
+        kept: Callable[[], AbstractContextManager[None]],
+        other: Callable[[], object] | None = None,
     ) -> tuple[list[str], list[str]]:
         """What each call of the model changes: outside of it, and of its attributes.
 
@@ -174,6 +177,8 @@ class Watch:
         Args:
             call: makes one.
             kept: puts back what further ones change outside.
+            other: makes one with other values. Tensors that it sets to what they were come from weights alone, as those
+                of weight norm.
         """
         long = self._in_long()
         call()
@@ -183,33 +188,37 @@ class Watch:
         self.renew(but_writes=True)
         with kept():
             long = self._in_long()
-            call()
-            return self._changes(long)
+            (other or call)()
+            return self._changes(long, by_value=other is not None)
 
     def _in_long(self) -> list[list[Any]]:
         """What is in containers that are too long to be compared at each call."""
         return [[*held, *values_of(held)] for held in self._found.long]
 
-    def _changes(self, long: list[list[Any]]) -> tuple[list[str], list[str]]:
+    def _changes(self, long: list[list[Any]], *, by_value: bool = False) -> tuple[list[str], list[str]]:
         """What differs now: outside of the model, and in it.
 
         Args:
             long: what was in long containers.
+            by_value: an attribute that is another tensor with the same values is as it was.
         """
         pairs = zip(self._found.long, self._in_long(), long, strict=True)
         other = [held for held, now, before in pairs if not all_alike(now, before)]
         outside = [f"a {kind_of(held)}" for held in other if id(held) in self._found.outside]
         inside = [f"a {kind_of(held)}" for held in other if id(held) not in self._found.outside]
-        outside, inside = self._changed_outside() + outside, self._changed_inside() + inside
+        outside, inside = self._changed_outside() + outside, self._changed_inside(by_value) + inside
         return [*dict.fromkeys(outside)], [*dict.fromkeys(inside)]
 
-    def _changed_inside(self) -> list[str]:
+    def _changed_inside(self, by_value: bool) -> list[str]:
         """Attributes of modules, and of objects that they hold, which differ now."""
         found, outside = self._found, self._found.outside
+        slots = [
+            (slot, slot[0].get(slot[1], ABSENT), before) for slot, before in zip(found.slots, self._values, strict=True)
+        ]
         names = [
             repr(name)
-            for (place, name), before in zip(found.slots, self._values, strict=True)
-            if id(place) not in outside and not alike(place.get(name, ABSENT), before)
+            for (place, name), now, before in slots
+            if id(place) not in outside and not alike(now, before) and not (by_value and _are_equal(now, before))
         ]
         names += self._replaced() + self._gained(outside=False) + self._written_arrays(outside=False)
         lengths = zip(found.sized, self._lengths, strict=True)
@@ -361,6 +370,11 @@ class Watch:
         self._flags = training_of(self.modules)
         self._found.measure()
         self._now(self._marks if but_writes else None)
+
+
+def _are_equal(value: Any, before: Any) -> bool:
+    """Whether they are two tensors with the same values."""
+    return isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and not differ(value, before)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
