@@ -25,7 +25,7 @@ from tsopt.compiler.quiet import unwarned
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
 from tsopt.compiler.small_state import has_values, is_small_state
-from tsopt.compiler.tensor_bytes import bytes_in
+from tsopt.compiler.tensor_bytes import same_bytes
 
 
 @contextmanager
@@ -93,6 +93,7 @@ def protected(
                 if is_mine and not _same_memory(tensor, data):
                     tensor.data = data
             for tensor, value in values:
+                # NOTE: an unnecessary write would increase the version counter of an unchanged buffer.
                 if (not among_threads or id(tensor) in mine) and not same_bytes(tensor, value):
                     tensor.detach().copy_(value)
 
@@ -229,13 +230,6 @@ def _directory() -> str:
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = a.dtype == b.dtype and a.layout == b.layout and a.shape == b.shape
     return kind and (not has_values(a) or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()))
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the values of two tensors of one type are the same to the bit, NaN included."""
-    # NOTE: an unnecessary write would increase the version counter of an unchanged buffer.
-    plain = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
-    return torch.equal(*map(bytes_in, plain))
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from tsopt.compiler.tensor_bytes import bytes_in
+from tsopt.compiler.tensor_bytes import same_bytes
 
 LARGEST = 1 << 24  # bytes of a tensor in a plain attribute, a list or a closure that may be state
 USUAL = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}) | frozenset(
@@ -57,21 +58,20 @@ class Values:
             self._kept.append((held, before()))
 
     def are_same(self) -> bool:
-        return all(_bytes(held) == _bytes(before) for held, before in self._kept)
+        return all(itertools.starmap(_is_same, self._kept))
 
     def put_back(self) -> bool:
         """Restores what has changed, and writes to nothing else. Returns whether anything was."""
-        changed = [(held, before) for held, before in self._kept if _bytes(held) != _bytes(before)]
-        with torch.no_grad():
-            for held, before in changed:
-                if isinstance(held, torch.Tensor):
+        changed = [(held, before) for held, before in self._kept if not _is_same(held, before)]
+        for held, before in changed:
+            if isinstance(held, torch.Tensor):
+                with torch.inference_mode(held.is_inference()), torch.no_grad():
                     held.copy_(before)
-                elif held.flags.writeable:
-                    held[...] = before
+            elif held.flags.writeable:
+                held[...] = before
         return bool(changed)
 
 
-def _bytes(held: Any) -> bytes:
-    if isinstance(held, torch.Tensor):
-        return bytes_in(held.resolve_conj().resolve_neg().cpu().contiguous()).numpy().tobytes()
-    return bytes(held.tobytes())
+def _is_same(held: Any, before: Any) -> bool:
+    """Whether the values are the same to the bit."""
+    return same_bytes(held, before) if isinstance(held, torch.Tensor) else bool(held.tobytes() == before.tobytes())

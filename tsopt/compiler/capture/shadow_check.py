@@ -12,8 +12,9 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.other_threads import others_run
-from tsopt.compiler.protect import is_untouched, protected, same_bytes
+from tsopt.compiler.protect import is_untouched, protected
 from tsopt.compiler.random_state import seed_all
+from tsopt.compiler.tensor_bytes import same_bytes
 
 log = logging.getLogger("tsopt")
 SEED = 20011

@@ -19,10 +19,10 @@ from tsopt.compiler.graph.labels import LABEL
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of, provenance
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.protect import same_bytes
 from tsopt.compiler.sizes.samples import held_out, sample_sizes
 from tsopt.compiler.sizes.specialize import Instance, Sizes, evaluate, instance, retyped, traced_sizes
 from tsopt.compiler.sizes.survey import Survey, is_visible
+from tsopt.compiler.tensor_bytes import same_bytes
 from tsopt.errors import PassError
 
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})

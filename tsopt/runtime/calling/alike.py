@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.calls.snapshot import elements_of, in_slots, is_python, items_of
-from tsopt.compiler.protect import same_bytes
+from tsopt.compiler.tensor_bytes import same_bytes
 
 LEVELS = 4  # of attributes of attributes that are compared
 # What is equal to one of these is alike; so it is where equality is that of `object`.

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsopt.compiler.protect import same_bytes
+from tsopt.compiler.tensor_bytes import same_bytes
 from tsopt.compiler.tensor_life import life_of
 from tsopt.compiler.thread_modes import modes_kept, switches_modes
 from tsopt.runtime.calling import unseen_writes
