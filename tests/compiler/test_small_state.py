@@ -50,7 +50,11 @@ def from_zero():
 
 @pytest.mark.filterwarnings("ignore:tsopt")
 @pytest.mark.usefixtures("always_faster", "single_threaded")
-@pytest.mark.parametrize("make", [lambda model: tsopt.optimize(model, X, **QUICK), tsopt.hybridize])
+@pytest.mark.parametrize(
+    "make",
+    [lambda model: tsopt.optimize(model, X, **QUICK), lambda model: tsopt.hybridize(model, **QUICK)],
+    ids=["optimize", "hybridize"],
+)
 @pytest.mark.parametrize("name", PLACES)
 def test_calls_go_on_from_the_state_that_there_was(name, make):
     model = Counts(PLACES[name]).eval()
@@ -59,7 +63,7 @@ def test_calls_go_on_from_the_state_that_there_was(name, make):
         wanted = [reference(X) for _ in range(3)]
         COUNT.zero_()
         ARRAY[:] = 0
-        called = make(model, **QUICK) if make is tsopt.hybridize else make(model)
+        called = make(model)
         assert float(PLACES[name](model)[0]) == 0
         for expected in wanted:
             torch.testing.assert_close(called(X), expected)

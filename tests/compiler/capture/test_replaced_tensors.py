@@ -55,7 +55,7 @@ def filled_once(model, x):
 
 def grown(model, x):
     if len(model.mean) < 9:
-        model.mean = torch.arange(9.0)
+        model.mean = torch.cat([model.mean, torch.ones(1)])
     return model.layer(x) + model.mean[:8]
 
 
@@ -90,8 +90,7 @@ def test_what_is_read_and_written_by_data_is_what_it_is_in_eager(name, backend):
             torch.testing.assert_close(executable(mine), reference(theirs))
         torch.testing.assert_close(mine, theirs)
         torch.testing.assert_close(model.layer.weight, reference.layer.weight)
-        if name != "a buffer that the first call enlarges":
-            torch.testing.assert_close(model.mean, reference.mean)
+        torch.testing.assert_close(model.mean, reference.mean[: len(model.mean)])
 
 
 def parameter(model, x):
