@@ -48,7 +48,7 @@ class Answer:
 
     Attributes:
         written: the model's names for the state of the program, in its order.
-        returned: its names for the weights that are returned; None for an attribute that is no buffer.
+        returned: its names for the weights that are returned; None for a tensor that is neither parameter nor buffer.
         signature: of the winner, which is in a bundle next to the answer; None if eager won.
         draws: whether calls of the model may draw random numbers.
     """

@@ -91,7 +91,7 @@ class Contents:
         return same and self._values.are_same()
 
     def put_back_values(self) -> None:
-        """Restores small tensors and arrays alone."""
+        """Restores the values of small tensors and arrays, and nothing else."""
         self._values.put_back()
 
     def put_back(self, *, but: Iterable[int] = (), only_tensors: Literal["objects", "all", ""] = "") -> bool:

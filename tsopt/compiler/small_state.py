@@ -18,7 +18,7 @@ USUAL = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of its own kind that can be read."""
+    """Whether it is a dense tensor with values."""
     lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
     return not lazy and tensor.layout == torch.strided and tensor.device.type != "meta"
 

@@ -70,7 +70,7 @@ def alike(value: Any, before: Any) -> bool:
 
 
 def resembles(value: Any, before: Any, levels: int = LEVELS) -> bool:
-    """Whether an object is alike to another one, or was made anew with the same attributes, as a registry may be."""
+    """Whether two objects are alike, or are of one class and their attributes are: an equal copy counts as the same."""
     if alike(value, before):
         return True
     if type(value) is not type(before) or isinstance(value, (torch.Tensor, nn.Module)) or not levels:
