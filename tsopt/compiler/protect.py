@@ -245,7 +245,7 @@ class Attributes:
         self._scripts = ScriptState(modules)
         self._in_slots = [(module, in_slots(module)) for module, _ in self._of if slot_names(type(module))]
         held = chain.from_iterable(attributes.values() for _, attributes in (*self._of, *self._in_slots))
-        # Tensors apart that modules hold themselves, which `protected` puts back.
+        # `protected` itself restores the tensors that are attributes of modules.
         self._contents = Contents(value for value in held if not issubclass(type(value), torch.Tensor))
 
     def put_back(self, *, among_threads: bool = False) -> None:

@@ -179,7 +179,7 @@ def _runner(script: Any, signature: Signature, threads: int | None) -> Runner:
     dense = [number for number, item in enumerate(signature.outputs) if item.type.contiguous]
 
     def packed(*values: torch.Tensor) -> list[torch.Tensor]:
-        """It erases `x * 1` and `x + 0`, and returns `x`, which may be a part of a larger tensor."""
+        # NOTE: TorchScript erases `x * 1` and `x + 0`, and returns `x`, which may be a view of a larger tensor.
         found = [*called(*values)]
         for number in dense:
             found[number] = found[number].contiguous()

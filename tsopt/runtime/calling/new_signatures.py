@@ -220,7 +220,7 @@ class NewSignatures:
         if waits and self._warmup and seen.failures < MAX_FAILURES:
             seen.calls = 0
             return self._eager
-        # A name or a temperature may be another one in each call: the model serves such calls, unless they come again.
+        # A name or a temperature may differ in each call: such calls run in eager mode, unless they are repeated.
         forms = self._of_kinds.setdefault(kinds, set())
         is_one_of_many = len(forms - {form_of(key)}) >= FREE_CAPTURES
         if (self._warmup or is_one_of_many) and not self._pays(key, seen):
@@ -234,7 +234,7 @@ class NewSignatures:
         return one
 
     def _note_others(self, key: CallKey, signature: str) -> None:
-        """Notes that calls with other constants are the model's own, and where the constants are."""
+        """Notes that calls with other constants run in eager mode, and which argument differs."""
         path, mine, _ = where_different(key[0], (self._own or key)[0])
         place = path.partition(".")[2]  # in the arguments, or in those with names
         place = f"argument {place}" if place[:1].isdigit() else repr(place)

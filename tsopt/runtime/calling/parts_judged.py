@@ -31,8 +31,8 @@ def judged(
 ) -> Verdict:
     """The verdict on a model whose parts are optimized in turn, each in a call on the example.
 
-    As soon as the model is wrong, the remaining parts are left as they are. If calls take long, the first check is whether
-    rounding errors alone are enough to change the results.
+    As soon as the model is wrong, the remaining parts are left as they are. If calls take long, the first check is
+    whether rounding errors alone are enough to change the results.
     """
     if oracle.eager.takes_long:
         unstable = _unstable(run, parts, oracle, progress)

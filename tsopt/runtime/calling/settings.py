@@ -11,7 +11,7 @@ import torch
 # Queries whose answer depends on how code is called, not on its arguments.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
 PRECISIONS = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn)
-# Settings of torch that code may query, by the name that it needs for that.
+# How to query settings of torch, by the name that shows that a model's code does so.
 QUERIES: dict[str, Callable[[], object]] = {
     "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
     "is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
